@@ -1,0 +1,120 @@
+"""Every exception Graftree raises on purpose.
+
+GraftreeError                       INTERNAL
+ ├── ConfigError                    FAILED_PRECONDITION   a key of the configuration is unknown or out of range
+ ├── InvalidArgument                INVALID_ARGUMENT      a field of a request: names field, value and limit
+ │    └── InvalidTree               INVALID_ARGUMENT      a token tree that breaks an invariant
+ ├── NotFound                       NOT_FOUND             session, model or pod that nobody knows
+ ├── AlreadyExists                  ALREADY_EXISTS        a request id in use for another request
+ ├── Incompatible                   FAILED_PRECONDITION   a model or vocabulary that does not fit: says why
+ ├── Stale                          ABORTED               a step, delta or commit for a root that has moved on
+ │    └── LeaseLost                 ABORTED               another owner holds the session's epoch
+ ├── ResourceExhausted              RESOURCE_EXHAUSTED    no KV blocks, sessions or queue places left
+ ├── Cancelled                      CANCELLED             the client went away
+ └── Unavailable                    UNAVAILABLE           a pod or Redis cannot be reached
+      └── NoVerifier                UNAVAILABLE           no verifier is registered and ready
+
+Each class carries the gRPC status it becomes at a service's edge (`graftree.rpc.status`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class GraftreeError(Exception):
+    """Root of the tree. `reason` is a stable UPPER_SNAKE word for google.rpc.ErrorInfo."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+
+class ConfigError(GraftreeError):
+    """A configuration key that is unknown, malformed or out of range.
+
+    Args:
+        key: the key as the user wrote it (flag or GRAFTREE_* variable).
+        value: what was given.
+        limit: what would have been accepted, in words.
+    """
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "CONFIG"
+
+    def __init__(self, key: str, value: object, limit: str) -> None:
+        super().__init__(f"{key}={value!r}: {limit}")
+        self.key, self.value, self.limit = key, value, limit
+
+
+class InvalidArgument(GraftreeError):
+    """A request field outside its limit; becomes google.rpc.BadRequest at the edge.
+
+    Args:
+        field: path of the field in the message, e.g. ``sampling.temperature``.
+        value: what was given (never a prompt's text: pass its length).
+        limit: what would have been accepted, in words.
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {value!r}: {limit}")
+        self.field, self.value, self.limit = field, value, limit
+
+
+class InvalidTree(InvalidArgument):
+    """A token tree that breaks an invariant of `graftree.tree.TokenTree`."""
+
+    reason = "INVALID_TREE"
+
+
+class NotFound(GraftreeError):
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(GraftreeError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+
+
+class Incompatible(GraftreeError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "INCOMPATIBLE"
+
+
+class Stale(GraftreeError):
+    code = grpc.StatusCode.ABORTED
+    reason = "STALE"
+
+
+class LeaseLost(Stale):
+    reason = "LEASE_LOST"
+
+
+class ResourceExhausted(GraftreeError):
+    """Args: `retry_after_s` is sent as google.rpc.RetryInfo."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Cancelled(GraftreeError):
+    code = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+
+class Unavailable(GraftreeError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class NoVerifier(Unavailable):
+    reason = "NO_VERIFIER"

@@ -1,0 +1,1 @@
+"""Generated from protos/graftree/v1 by protos/generate.py."""
