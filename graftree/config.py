@@ -68,9 +68,7 @@ class RouterConfig(PodConfig):
     default_max_new_tokens: Annotated[int, Field(ge=1)] = Field(
         256, description="max_new_tokens where a request sets none"
     )
-    max_prompt_bytes: Annotated[int, Field(ge=1)] = Field(
-        4 << 20, description="longest prompt text, in bytes"
-    )
+    max_prompt_bytes: Annotated[int, Field(ge=1)] = Field(4 << 20, description="longest prompt text, in bytes")
     tree_budget: Annotated[int, Field(ge=0, le=1024)] = Field(
         16, description="most tree nodes per verify step; 0 = plain decoding"
     )
@@ -82,13 +80,9 @@ class RouterConfig(PodConfig):
     speculators_per_session: Annotated[int, Field(ge=0, le=16)] = Field(
         4, description="most speculators of one session, at most one of each kind; 0 = plain decoding"
     )
-    step_timeout_seconds: Seconds = Field(
-        60.0, description="a verifier that answers no step within this is given up"
-    )
+    step_timeout_seconds: Seconds = Field(60.0, description="a verifier that answers no step within this is given up")
     connect_timeout_seconds: Seconds = Field(5.0, description="longest wait for a pod's hello")
-    quarantine_seconds: Seconds = Field(
-        5.0, description="rest of a pod that sent garbage, before it is tried again"
-    )
+    quarantine_seconds: Seconds = Field(5.0, description="rest of a pod that sent garbage, before it is tried again")
     replay_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
         60.0, description="how long a finished request can be attached to again; 0 = not at all"
     )
@@ -102,16 +96,12 @@ class SpeculatorConfig(PodConfig):
         "float32", description="SSM weights' dtype"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="CPU threads of the SSM; 0 = torch's choice"
-    )
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the SSM; 0 = torch's choice")
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     max_nodes: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="most nodes of a living tree")
     max_depth: Annotated[int, Field(ge=1, le=128)] = Field(16, description="deepest level of a living tree")
     branching: Annotated[int, Field(ge=1, le=64)] = Field(4, description="most children of one node")
-    batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(
-        64, description="most leaves expanded in one SSM step"
-    )
+    batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="most leaves expanded in one SSM step")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="KV capacity of the SSM in tokens; 0 = from the memory there is"
     )
@@ -129,9 +119,7 @@ class VerifierConfig(PodConfig):
         "float32", description="LLM weights' dtype"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="CPU threads of the LLM; 0 = torch's choice"
-    )
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the LLM; 0 = torch's choice")
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="KV capacity in tokens; 0 = from the memory there is"
@@ -145,9 +133,7 @@ class VerifierConfig(PodConfig):
 C = TypeVar("C", bound=_Config)
 
 
-def load(
-    config: type[C], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
-) -> C:
+def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> C:
     """Read a configuration from flags and GRAFTREE_* variables.
 
     Args:
@@ -207,9 +193,7 @@ def build(config: type[C], values: Mapping[str, Any], keys: Mapping[str, str] | 
 
 
 def _known_variables() -> frozenset[str]:
-    fields = {
-        name for config in (RouterConfig, SpeculatorConfig, VerifierConfig) for name in config.model_fields
-    }
+    fields = {name for config in (RouterConfig, SpeculatorConfig, VerifierConfig) for name in config.model_fields}
     return frozenset(PREFIX + name.upper() for name in fields) | OTHER_VARIABLES
 
 

@@ -42,9 +42,7 @@ def key64(seed: int, position: int, stream: Stream = Stream.TARGET) -> int:
     return mix64((mix64((seed & _MASK) ^ (int(stream) * _MIX1 & _MASK)) + (position + 1) * _GAMMA) & _MASK)
 
 
-def uniform(
-    seed: int, position: int, token_ids: ArrayLike, stream: Stream = Stream.TARGET
-) -> NDArray[np.float64]:
+def uniform(seed: int, position: int, token_ids: ArrayLike, stream: Stream = Stream.TARGET) -> NDArray[np.float64]:
     """Uniform numbers in the open interval (0, 1), one per token id.
 
     Args:
@@ -65,9 +63,7 @@ def uniform(
     return ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-def gumbel(
-    seed: int, position: int, token_ids: ArrayLike, stream: Stream = Stream.TARGET
-) -> NDArray[np.float64]:
+def gumbel(seed: int, position: int, token_ids: ArrayLike, stream: Stream = Stream.TARGET) -> NDArray[np.float64]:
     """Standard Gumbel noise, (K,) float64: argmax(log p + g) is a draw from p (Gumbel-max trick)."""
     noise: NDArray[np.float64] = -np.log(-np.log(uniform(seed, position, token_ids, stream)))
     return noise

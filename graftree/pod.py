@@ -1,0 +1,233 @@
+"""`Pod`: the life of one tier's process, or of one instance inside a `LocalStack`.
+
+    load -> listen -> register (lease) -> ready ... SIGTERM -> not ready -> drain -> unregister -> close
+
+Health: the empty service name is liveness; "readiness" and each service's full name say whether the pod takes work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from graftree import config as configuration
+from graftree.config import PodConfig
+from graftree.errors import ConfigError, GraftreeError, Incompatible, Unavailable
+from graftree.rpc.options import SERVER_OPTIONS
+from graftree.store.connection import connect
+from graftree.store.registry import PodRecord, Registry
+
+C = TypeVar("C", bound=PodConfig)
+
+READINESS = "readiness"
+Adder = Callable[[grpc.aio.Server], None]
+
+log = structlog.get_logger(__name__)
+
+
+class Pod(ABC, Generic[C]):
+    """Base of the three tiers. Subclasses fill in the hooks `load` to `close`."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+        self.address = ""
+        self.redis = connect(config.redis)
+        self.registry = Registry(self.redis, lease_seconds=config.lease_seconds)
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+        self._lease: asyncio.Task[None] | None = None
+        self.ready = False
+        self.draining = False
+        # Set when the pod cannot go on, with the reason: the process then ends.
+        self.failed: asyncio.Future[GraftreeError] = asyncio.get_event_loop().create_future()
+
+    # What a tier fills in.
+
+    async def load(self) -> None:
+        """Load the model and whatever else must be there before the port opens."""
+
+    @abstractmethod
+    def services(self) -> list[tuple[str, Adder]]:
+        """(full service name, function that adds its servicer to a server)."""
+
+    @abstractmethod
+    def record(self) -> PodRecord:
+        """What the registry says of this pod now; read at each renewal."""
+
+    async def run(self) -> None:
+        """Background work after the port is open; cancelled at `stop`."""
+
+    async def drain(self) -> None:
+        """Let running work finish or hand it over; the caller bounds the time."""
+
+    async def close(self) -> None:
+        """Release everything; called once, also after a failed start."""
+
+    # The life itself.
+
+    async def start(self) -> None:
+        """Load, listen, register, become ready.
+
+        Raises:
+            ConfigError: the port is taken or a key does not fit.
+            Incompatible: the registry refuses this pod's fingerprints, with the reason.
+        """
+        await self.load()
+        await self._listen()
+        self._lease = asyncio.create_task(self._keep_lease(first := asyncio.Event()), name="lease")
+        self._work = asyncio.create_task(self.run(), name="run")
+        waiter = asyncio.create_task(first.wait())
+        await asyncio.wait({waiter, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self.failed.done():
+            raise self.failed.result()
+        await self.set_ready(True)
+
+    async def _listen(self) -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        for name, add in self.services():
+            add(server)
+            self._names.append(name)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        await self.set_ready(False)
+        wanted = f"{self.config.host}:{self.config.port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError("port", wanted, f"cannot listen there: {error}") from error
+        await server.start()
+        self._server = server
+        self.address = self.config.advertise or f"{self.config.host}:{port}"
+
+    async def set_ready(self, ready: bool) -> None:
+        """Publish readiness on the health service."""
+        self.ready = ready
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        for name in (READINESS, *self._names):
+            await self._health.set(name, serving.SERVING if ready else serving.NOT_SERVING)
+
+    async def _keep_lease(self, registered: asyncio.Event) -> None:
+        """Register, then renew three times per lease. Redis being away is no reason to stop serving."""
+        registered_once = False
+        while True:
+            try:
+                if registered_once:
+                    await self.registry.renew(self.record())
+                else:
+                    await self.registry.register(self.record())
+                    registered_once = True
+            except Incompatible as error:
+                if not self.failed.done():
+                    self.failed.set_result(error)
+                return
+            except Unavailable as error:
+                log.warning("registry unreachable", reason=str(error))
+            registered.set()
+            await asyncio.sleep(self.config.lease_seconds / 3)
+
+    async def stop(self, drain_seconds: float | None = None) -> None:
+        """Leave in good order: readiness off, lease says draining, drain, unregister, close."""
+        seconds = self.config.drain_seconds if drain_seconds is None else drain_seconds
+        self.draining = True
+        await self.set_ready(False)
+        if self._lease is not None and not self._lease.done():
+            with contextlib.suppress(GraftreeError):
+                await self.registry.renew(self.record())
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.drain(), seconds)
+        await self._end(grace=0.2)
+        with contextlib.suppress(GraftreeError):
+            await self.registry.unregister(self.config.pod_id)
+        await self.redis.aclose()
+
+    async def kill(self) -> None:
+        """Go away as a SIGKILL looks from outside: connections break, the lease runs out by itself."""
+        await self._end(grace=None)
+        await self.redis.aclose()
+
+    async def _end(self, grace: float | None) -> None:
+        self.ready = False
+        tasks = [task for task in (self._lease, getattr(self, "_work", None)) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(grace)
+            self._server = None
+        await self.close()
+
+
+def main(pod: type[Pod[C]], config: type[C]) -> None:
+    """Entry point of a tier's process.
+
+    Prints one JSON line on stdout once ready: {"ready": "HOST:PORT", "pod_id": ...}. Exit codes: 0 after a
+    drain, 2 for a configuration error, 1 for anything else.
+    """
+    try:
+        loaded = configuration.load(config)
+    except ConfigError as error:
+        sys.exit(_complain(error, 2))
+    _configure_logging(loaded.log_level)
+    try:
+        asyncio.run(_serve(pod, loaded))
+    except ConfigError as error:
+        sys.exit(_complain(error, 2))
+    except GraftreeError as error:
+        sys.exit(_complain(error, 1))
+
+
+async def _serve(pod: type[Pod[C]], config: C) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    instance = pod(config)
+    try:
+        start = asyncio.create_task(instance.start())
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            return
+        start.result()
+        print(json.dumps({"ready": instance.address, "pod_id": config.pod_id}), flush=True)
+        await asyncio.wait({stop, instance.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if instance.failed.done():
+            raise instance.failed.result()
+    finally:
+        await instance.stop()
+
+
+def _complain(error: GraftreeError, code: int) -> int:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _configure_logging(level: str) -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
