@@ -48,11 +48,11 @@ class Pod(ABC, Generic[C]):
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
-        self._lease: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.ready = False
         self.draining = False
         # Set when the pod cannot go on, with the reason: the process then ends.
-        self.failed: asyncio.Future[GraftreeError] = asyncio.get_event_loop().create_future()
+        self.failed: asyncio.Future[GraftreeError] = asyncio.get_running_loop().create_future()
 
     # What a tier fills in.
 
@@ -87,8 +87,10 @@ class Pod(ABC, Generic[C]):
         """
         await self.load()
         await self._listen()
-        self._lease = asyncio.create_task(self._keep_lease(first := asyncio.Event()), name="lease")
-        self._work = asyncio.create_task(self.run(), name="run")
+        first = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._keep_lease(first)), asyncio.create_task(self.run())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         waiter = asyncio.create_task(first.wait())
         await asyncio.wait({waiter, self.failed}, return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
@@ -112,6 +114,11 @@ class Pod(ABC, Generic[C]):
         await server.start()
         self._server = server
         self.address = self.config.advertise or f"{self.config.host}:{port}"
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            log.error("background task failed", exc_info=error)
+            self.failed.set_result(error if isinstance(error, GraftreeError) else GraftreeError(repr(error)))
 
     async def set_ready(self, ready: bool) -> None:
         """Publish readiness on the health service."""
@@ -144,7 +151,7 @@ class Pod(ABC, Generic[C]):
         seconds = self.config.drain_seconds if drain_seconds is None else drain_seconds
         self.draining = True
         await self.set_ready(False)
-        if self._lease is not None and not self._lease.done():
+        if self._tasks:
             with contextlib.suppress(GraftreeError):
                 await self.registry.renew(self.record())
         if seconds > 0:
@@ -162,10 +169,9 @@ class Pod(ABC, Generic[C]):
 
     async def _end(self, grace: float | None) -> None:
         self.ready = False
-        tasks = [task for task in (self._lease, getattr(self, "_work", None)) if task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace)
             self._server = None
