@@ -1,0 +1,372 @@
+"""How a token is chosen from the LLM's logits: one implementation for plain decoding and for every tree node.
+
+Order and meaning follow vLLM (v1/sample/sampler.py), computed in float64:
+
+    0. log probabilities that are reported are the model's own, before any processor (`describe`)
+    1. minimum tokens        stop tokens are removed until min_new_tokens are out
+    2. logit bias            added; -100 removes the token
+    3. repetition penalty    tokens of prompt and output: positive logits / r, others * r
+    4. frequency penalty     - f * (occurrences in the output)
+    5. presence penalty      - p for tokens of the output
+    6. temperature           below 1e-5: the argmax here is the answer, 7 to 9 cannot change it
+    7. min-p                 drops p < min_p * max p
+    8. top-k                 drops what is below the k-th largest; ties with it stay
+    9. top-p                 keeps the smallest set, most likely first, that reaches p of what is left
+   10. draw                  argmax(log p + g), g = `graftree.noise.gumbel(seed, position, token)`
+
+The output that 3 to 5 and 1 look at includes the node's own path from the root. Equal scores go to the lowest id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from graftree import noise
+from graftree.errors import GraftreeError, InvalidArgument
+from graftree.v1 import common_pb2
+
+Floats = NDArray[np.float64]
+
+GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
+BAN = -100.0
+MAX_BIASES = 1024
+_HEAD = 1024  # top-p sorts this many of the most likely tokens first; they nearly always suffice
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Mirror of the wire's SamplingParams with its unset fields filled in.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_k: 0 = all tokens.
+        top_p: 1 = all tokens.
+        min_p: 0 = all tokens.
+        seed: 64-bit key of the noise; None = not drawn yet (enough for greedy).
+        repetition_penalty: 1 = none.
+        presence_penalty: 0 = none.
+        frequency_penalty: 0 = none.
+        logit_bias: token id -> what is added to its logit.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        """Take over the fields that are set; call `validate` next."""
+        names = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        given: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
+        return cls(**given, logit_bias=dict(message.logit_bias))
+
+    def to_proto(self) -> common_pb2.SamplingParams:
+        """The same parameters with every field set (floats become 32-bit there)."""
+        return common_pb2.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+        )
+
+    def validate(self, *, vocab_size: int | None = None) -> None:
+        """Check every limit of protos/graftree/v1/common.proto.
+
+        Args:
+            vocab_size: where known, biased token ids must be below it.
+
+        Raises:
+            InvalidArgument: names `sampling.<field>`, the value and the limit.
+        """
+        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "a number from 0 to 100")
+        _check("top_k", self.top_k, 0 <= self.top_k < 2**32, "an integer from 0 (all) to 2**32 - 1")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1")
+        if self.seed is not None:
+            _check("seed", self.seed, 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1")
+        repetition = self.repetition_penalty
+        _check("repetition_penalty", repetition, 0 < repetition <= 100, "a number above 0, at most 100")
+        _check("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "a number from -2 to 2")
+        _check(
+            "frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "a number from -2 to 2"
+        )
+        _check(
+            "logit_bias", len(self.logit_bias), len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} entries"
+        )
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", bias, BAN <= bias <= -BAN, "a number from -100 to 100")
+            if vocab_size is not None:
+                _check(
+                    "logit_bias", token, 0 <= token < vocab_size, f"token ids below the vocabulary size {vocab_size}"
+                )
+        if vocab_size is not None:
+            _check("logit_bias", len(self.banned), len(self.banned) < vocab_size, "leaves at least one token")
+
+    @cached_property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @cached_property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def banned(self) -> frozenset[int]:
+        """Tokens that logit bias removes."""
+        return frozenset(token for token, bias in self.logit_bias.items() if bias <= BAN)
+
+    @cached_property
+    def _biases(self) -> tuple[NDArray[np.intp], Floats]:
+        tokens = np.array(list(self.logit_bias), dtype=np.intp)
+        values = np.array([-math.inf if bias <= BAN else bias for bias in self.logit_bias.values()], dtype=np.float64)
+        return tokens, values
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class SamplingContext:
+    """What the processors know of one sequence: its prompt and the output committed so far."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        *,
+        vocab_size: int,
+        min_new_tokens: int = 0,
+        stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        """
+        Args:
+            prompt_ids: tokens of the prompt.
+            output_ids: tokens generated and committed so far.
+            vocab_size: V, length of the logits.
+            min_new_tokens: stop tokens are not chosen for this many output tokens.
+            stop_token_ids: the tokens meant; ids at or above V are ignored.
+        """
+        self._prompt_ids = tuple(prompt_ids)
+        self._output_ids = list(output_ids)
+        self._vocab_size = vocab_size
+        self._min_new_tokens = min_new_tokens
+        self._stop_token_ids = np.array(sorted({t for t in stop_token_ids if 0 <= t < vocab_size}), dtype=np.intp)
+        self._in_prompt: NDArray[np.bool_] | None = None
+        self._counts: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        """Tokens of prompt and output: the absolute position of the next one."""
+        return len(self._prompt_ids) + len(self._output_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Commit output tokens."""
+        self._output_ids.extend(token_ids)
+        if self._counts is not None:
+            np.add.at(self._counts, np.asarray(token_ids, dtype=np.intp), 1)
+
+    def banned(self, path: Sequence[int]) -> NDArray[np.intp]:
+        """Tokens that min_new_tokens forbids behind `path`."""
+        early = len(self._output_ids) + len(path) < self._min_new_tokens
+        return self._stop_token_ids if early else self._stop_token_ids[:0]
+
+    def counts(self, path: Sequence[int]) -> NDArray[np.int64]:
+        """(V,) occurrences in output and path."""
+        if self._counts is None:
+            self._counts = np.zeros(self._vocab_size, dtype=np.int64)
+            np.add.at(self._counts, np.asarray(self._output_ids, dtype=np.intp), 1)
+        if not path:
+            return self._counts
+        counts = self._counts.copy()
+        np.add.at(counts, np.asarray(path, dtype=np.intp), 1)
+        return counts
+
+    def in_prompt(self) -> NDArray[np.bool_]:
+        """(V,) whether the prompt holds the token."""
+        if self._in_prompt is None:
+            self._in_prompt = np.zeros(self._vocab_size, dtype=np.bool_)
+            self._in_prompt[np.asarray(self._prompt_ids, dtype=np.intp)] = True
+        return self._in_prompt
+
+
+@dataclass(frozen=True)
+class TokenLogProb:
+    """Log probability of a chosen token in the model's own distribution.
+
+    Attributes:
+        token_id: the token.
+        log_prob: natural logarithm.
+        rank: 1 = most likely; ties are ranked by id.
+        alternatives: (token id, log probability) of the most likely tokens, best first.
+    """
+
+    token_id: int
+    log_prob: float
+    rank: int
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+    def to_proto(self) -> common_pb2.TokenLogProb:
+        return common_pb2.TokenLogProb(
+            token_id=self.token_id,
+            log_prob=self.log_prob,
+            rank=self.rank,
+            alternatives=[
+                common_pb2.TokenLogProb.Alternative(token_id=token, log_prob=value)
+                for token, value in self.alternatives
+            ],
+        )
+
+
+def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()) -> Floats:
+    """The distribution a token is drawn from, steps 1 to 9 of the module's list.
+
+    Args:
+        logits: (V,) the model's logits at the node; not changed.
+        params: validated parameters.
+        context: the committed sequence.
+        path: tokens from the root's child down to the node, inclusive; empty at the root.
+
+    Returns:
+        (V,) float64 log probabilities, -inf for tokens that were removed. At temperature 0 the distribution behind
+        step 5, whose argmax is the answer.
+
+    Raises:
+        GraftreeError: the model's logits hold NaN or infinity, or no token is left.
+    """
+    scores = np.array(logits, dtype=np.float64)
+    scores[context.banned(path)] = -math.inf
+    if params.logit_bias:
+        tokens, biases = params._biases
+        scores[tokens] += biases
+    if params.penalised:
+        _penalise(scores, params, context, path)
+    if params.greedy:
+        return log_softmax(scores)
+    scores /= params.temperature
+    if params.min_p > 0:
+        scores[scores < scores.max() + math.log(params.min_p)] = -math.inf
+    if 0 < params.top_k < scores.size:
+        scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -math.inf
+    if params.top_p < 1:
+        scores = _nucleus(log_softmax(scores), params.top_p)
+    return log_softmax(scores)
+
+
+def pick(log_probs: Floats, params: SamplingParams, position: int) -> int:
+    """The token t of `process`'s distribution: argmax, or at a temperature argmax(log p + Gumbel noise).
+
+    Args:
+        log_probs: (V,) from `process`.
+        params: `seed` must be set unless they are greedy.
+        position: absolute position of the token being chosen.
+    """
+    if params.greedy:
+        return int(np.argmax(log_probs))
+    assert params.seed is not None, "whoever opens a session draws its seed"
+    candidates = np.flatnonzero(log_probs > -math.inf)
+    return int(candidates[np.argmax(log_probs[candidates] + noise.gumbel(params.seed, position, candidates))])
+
+
+def choose(logits: NDArray[Any], params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()) -> int:
+    """`pick` from `process`: the token that follows `path`, as plain decoding would choose it there.
+
+    Raises:
+        GraftreeError: the model's logits hold NaN or infinity, or no token is left.
+    """
+    if params.greedy and not params.penalised and not params.logit_bias and not context.banned(path).size:
+        token = int(np.argmax(logits))  # the first NaN counts as the maximum
+        if not math.isfinite(logits[token]):
+            raise GraftreeError("the model's logits are not finite")
+        return token
+    return pick(process(logits, params, context, path), params, len(context) + len(path))
+
+
+def describe(logits: ArrayLike, token_id: int, alternatives: int = 0) -> TokenLogProb:
+    """Log probability and rank of a token, and the best alternatives, in the model's own distribution.
+
+    Args:
+        logits: (V,) the model's logits where the token was chosen.
+        token_id: the token.
+        alternatives: how many to list.
+    """
+    log_probs = log_softmax(np.asarray(logits, dtype=np.float64))
+    own = log_probs[token_id]
+    rank = 1 + int((log_probs > own).sum()) + int((log_probs[:token_id] == own).sum())
+    best = _best_first(log_probs, min(alternatives, log_probs.size))
+    return TokenLogProb(token_id, float(own), rank, tuple((int(token), float(log_probs[token])) for token in best))
+
+
+def log_softmax(scores: Floats) -> Floats:
+    """(V,) normalised log probabilities of scores in which -inf means removed.
+
+    Raises:
+        GraftreeError: a score is NaN or +inf, or every score is -inf.
+    """
+    top = scores.max()
+    if not math.isfinite(top):
+        raise GraftreeError("the model's logits are not finite, or no token is left to choose")
+    shifted = scores - top
+    normalised: Floats = shifted - math.log(np.exp(shifted).sum())
+    return normalised
+
+
+def _penalise(scores: Floats, params: SamplingParams, context: SamplingContext, path: Sequence[int]) -> None:
+    counts = context.counts(path)
+    if params.repetition_penalty != 1:
+        seen = np.flatnonzero(context.in_prompt() | (counts > 0))
+        values = scores[seen]
+        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    used = np.flatnonzero(counts)
+    scores[used] -= params.frequency_penalty * counts[used]
+    scores[used] -= params.presence_penalty
+
+
+def _nucleus(log_probs: Floats, top_p: float) -> Floats:
+    """Keep the most likely tokens, in order, while those before them hold less than `top_p`."""
+    for size in (_HEAD, log_probs.size):
+        order = _best_first(log_probs, min(size, log_probs.size))
+        reached = np.cumsum(np.exp(log_probs[order]))
+        if reached[-1] >= top_p:
+            break
+    kept = order[: int(np.searchsorted(reached, top_p)) + 1]
+    result = np.full_like(log_probs, -math.inf)
+    result[kept] = log_probs[kept]
+    return result
+
+
+def _best_first(log_probs: Floats, count: int) -> NDArray[np.intp]:
+    """Ids of the `count` most likely tokens, ties by id."""
+    if count == 0:
+        return np.empty(0, dtype=np.intp)
+    candidates = np.flatnonzero(log_probs >= np.partition(log_probs, -count)[-count])
+    return candidates[np.argsort(-log_probs[candidates], kind="stable")][:count]
+
+
+def _check(name: str, value: float, holds: bool, limit: str) -> None:
+    if not holds:  # comparisons with NaN are false
+        raise InvalidArgument(f"sampling.{name}", value, limit)
