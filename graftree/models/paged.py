@@ -1,0 +1,124 @@
+"""`BlockPool` and `PagedKV`: the key/value cache in blocks of a fixed number of tokens.
+
+A sequence owns a list of blocks; its logical row r lies in block blocks[r // block_size]. Planned memory is all
+there is: kv_tokens * bytes_per_token, taken at the start.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graftree.errors import GraftreeError, ResourceExhausted
+
+
+class BlockPool:
+    """Which blocks are free. Lowest first, so that a lone sequence gets blocks that lie in one piece."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))  # a heap
+        self._used: set[int] = set()
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks.
+
+        Raises:
+            ResourceExhausted: fewer are free; none is taken.
+        """
+        if count > len(self._free):
+            raise ResourceExhausted(f"{count} KV blocks wanted, {len(self._free)} of {self.num_blocks} free")
+        blocks = [heapq.heappop(self._free) for _ in range(count)]
+        self._used.update(blocks)
+        return blocks
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            GraftreeError: a block that is not in use, or named twice; none is given back.
+        """
+        if len(set(blocks)) != len(blocks) or not self._used.issuperset(blocks):
+            raise GraftreeError("a KV block was freed that is not in use")
+        self._used.difference_update(blocks)
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+    def check(self) -> None:
+        """Integrity: every block is either free or in use, exactly once.
+
+        Raises:
+            GraftreeError: a block is lost or owned twice.
+        """
+        free = set(self._free)
+        if len(free) != len(self._free) or free & self._used or free | self._used != set(range(self.num_blocks)):
+            raise GraftreeError(
+                f"KV pool broken: {len(self._free)} free + {len(self._used)} used of {self.num_blocks} blocks"
+            )
+
+
+class PagedKV:
+    """Keys and values of all layers in one tensor, (2, layers, num_blocks, block_size, KVH, D).
+
+    A layer's view is contiguous, and one gather and one scatter move rows in all layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._data = torch.zeros((2, layers, num_blocks, block_size, kv_heads, head_dim), dtype=dtype, device=device)
+        self._rows = self._data.view(2, layers, num_blocks * block_size, kv_heads, head_dim)
+        self.keys: list[Tensor] = list(self._data[0])
+        self.values: list[Tensor] = list(self._data[1])
+        self._key_rows: list[Tensor] = list(self._rows[0])
+        self._value_rows: list[Tensor] = list(self._rows[1])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self._data.element_size() * self._data.numel() // (self.num_blocks * self.block_size)
+
+    def slots(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Physical rows of a sequence's logical rows."""
+        size = self.block_size
+        return [blocks[row // size] * size + row % size for row in rows]
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store one layer's rows. slots: (N,) int64 physical rows; key, value: (N, KVH, D)."""
+        self._key_rows[layer].index_copy_(0, slots, key)
+        self._value_rows[layer].index_copy_(0, slots, value)
+
+    def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy logical rows `sources` of one sequence to `targets`, in all layers, as if all at once."""
+        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s != t]
+        if not pairs:
+            return
+        device = self._data.device
+        source = torch.tensor(self.slots(blocks, [s for s, _ in pairs]), device=device)
+        target = torch.tensor(self.slots(blocks, [t for _, t in pairs]), device=device)
+        self._rows.index_copy_(2, target, self._rows.index_select(2, source))
+
+    def read_rows(self, blocks: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """(2, layers, len(rows), KVH, D) copy of a sequence's logical rows: keys, then values."""
+        return self._rows.index_select(2, torch.tensor(self.slots(blocks, rows), device=self._data.device))
+
+    def write_rows(self, blocks: Sequence[int], rows: Sequence[int], data: Tensor) -> None:
+        """Store what `read_rows` returned, here or on another pod with the same model."""
+        slots = torch.tensor(self.slots(blocks, rows), device=self._data.device)
+        self._rows.index_copy_(2, slots, data.to(self._data))

@@ -1,0 +1,350 @@
+"""`TreeRunner`: one ragged forward of an unmodified transformers model over many sequences' trees.
+
+The rows of all sequences are packed into one [1, N] batch with explicit positions. Attention is ours, registered
+with transformers' `AttentionInterface` under `ATTENTION`: it stores the step's keys and values in the paged cache
+and calls `kernels.tree_attention`. transformers builds no mask for a name it has no mask function for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from graftree.errors import GraftreeError, Incompatible, InvalidArgument
+from graftree.models.packed import pack_linears
+from graftree.models.paged import BlockPool, PagedKV
+from kernels import IMPLEMENTATIONS, TreeLayout, chain_masks, tree_attention
+
+if TYPE_CHECKING:
+    from graftree.models.load import LoadedModel
+
+ATTENTION = "graftree_tree"
+
+# Families whose logits the tests compare with ordinary forwards. Others are compared when they are loaded.
+TESTED_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "opt", "gpt2", "mistral"})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence's share of a step.
+
+    Attributes:
+        blocks: the sequence's KV blocks, enough for context_len + tree_len + len(token_ids) rows.
+        context_len: committed rows in the cache; row r holds position r.
+        tree_len: tree rows in the cache from earlier steps; this step's rows follow them.
+        token_ids, positions: (n,) this step's rows. A row's position is context_len + its depth, where depth =
+            the number of its ancestors among the tree rows.
+        masks: (n,) ancestors of each row as bit sets over tree rows, its own bit (tree_len + i) included.
+        logits: indices of the rows whose logits are wanted.
+    """
+
+    blocks: Sequence[int]
+    context_len: int
+    tree_len: int
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    masks: Sequence[int]
+    logits: Sequence[int]
+
+
+def chain_rows(
+    blocks: Sequence[int], context_len: int, token_ids: Sequence[int], *, logits: Sequence[int] = ()
+) -> Rows:
+    """A prefill chunk: `token_ids` one after another behind the context, with nothing beside them."""
+    count = len(token_ids)
+    return Rows(
+        blocks=blocks,
+        context_len=context_len,
+        tree_len=0,
+        token_ids=token_ids,
+        positions=range(context_len, context_len + count),
+        masks=chain_masks(count),
+        logits=logits,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the attention of every layer needs of the step under way."""
+
+    kv: PagedKV
+    layout: TreeLayout
+    slots: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    implementation: str
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+# A context variable rather than a keyword argument through the model: it reaches attention in every body, also in
+# those that pass no keyword arguments on.
+_STEP: ContextVar[_Step] = ContextVar("graftree_step")
+
+# What attention layers pass that says nothing about the result here: the mask and positions are ours.
+_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query: (1, H, N, D); key, value: (1, KVH, N, D); returns (1, N, H, D)."""
+    for name, what in _UNSUPPORTED.items():
+        if extra.get(name) is not None:
+            raise Incompatible(f"the model's attention uses {what}")
+    step, layer = _STEP.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    step.windows[layer] = sliding_window
+    step.kv.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = tree_attention(
+        query[0].transpose(0, 1),
+        step.kv.keys[layer],
+        step.kv.values[layer],
+        step.block_tables,
+        step.context_lens,
+        step.layout,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        implementation=step.implementation,
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class TreeRunner:
+    """A model, its paged cache, and the step that runs both.
+
+    Args:
+        loaded: the model; its attention is switched to ours, and on the CPU in float32 its linear layers are
+            packed for oneDNN (`graftree.models.packed`).
+        kv_tokens: capacity of the cache in tokens, rounded down to whole blocks.
+        block_size: tokens per block.
+        implementation: of `kernels.tree_attention`.
+
+    Raises:
+        Incompatible: the model cannot be run exactly this way; the message says why.
+        InvalidArgument: kv_tokens, block_size or implementation out of range.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, kv_tokens: int, block_size: int = 16, implementation: str = "auto"
+    ) -> None:
+        if implementation not in IMPLEMENTATIONS:
+            raise InvalidArgument("implementation", implementation, f"one of {', '.join(IMPLEMENTATIONS)}")
+        if block_size < 1:
+            raise InvalidArgument("block_size", block_size, "at least 1")
+        if kv_tokens < block_size:
+            raise InvalidArgument("kv_tokens", kv_tokens, f"at least one block of {block_size}")
+        self.spec = loaded.spec
+        self.rows_computed = 0
+        self.implementation = implementation
+        self._model = loaded.model
+        _check_config(self._model)
+        self._device = self._model.device
+        expected = None if self._model.config.model_type in TESTED_FAMILIES else _probe_expected(self._model)
+        self._model.set_attn_implementation(ATTENTION)
+        if self._model.config._attn_implementation != ATTENTION:
+            raise Incompatible(f"{type(self._model).__name__} does not use transformers' AttentionInterface")
+        config = self._model.config
+        num_blocks = kv_tokens // block_size
+        heads = config.num_attention_heads
+        self.kv = PagedKV(
+            layers=config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=self._model.dtype,
+            device=self._device,
+        )
+        self.pool = BlockPool(num_blocks)
+        if expected is not None:
+            self._probe(expected)
+        pack_linears(self._model)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token takes."""
+        return self.kv.bytes_per_token
+
+    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+        """Run one step: the rows' keys and values go into the cache, the wanted rows' logits come back.
+
+        Args:
+            batch: one entry per sequence; an entry may have no rows.
+
+        Returns:
+            Per sequence (len(rows.logits), vocab_size) float32 on the model's device, the model's own logits
+            (with its scaling or softcap, before any sampling processor).
+
+        Raises:
+            InvalidArgument: rows that do not fit the sequence's blocks or the model's context.
+        """
+        for rows in batch:
+            self._check(rows)
+        if not any(rows.token_ids for rows in batch):
+            return [self._no_logits() for _ in batch]
+        step, wanted = self._step(batch), self._wanted(batch)
+        token_ids = torch.tensor([token for rows in batch for token in rows.token_ids], device=self._device)
+        positions = torch.tensor([p for rows in batch for p in rows.positions], device=self._device)
+        logits = self._run(step, token_ids, positions, wanted)
+        self.rows_computed += len(token_ids)
+        return list(logits.split([len(rows.logits) for rows in batch]))
+
+    @torch.inference_mode()
+    def _run(self, step: _Step, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        token = _STEP.set(step)
+        try:
+            output = self._model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+            )
+        finally:
+            _STEP.reset(token)
+        return output.logits[0].float()
+
+    def _step(self, batch: Sequence[Rows]) -> _Step:
+        size = self.kv.block_size
+        widest = max(len(rows.blocks) for rows in batch)
+        tables = np.zeros((len(batch), widest), np.int32)
+        slots = []
+        for index, rows in enumerate(batch):
+            tables[index, : len(rows.blocks)] = rows.blocks
+            start = rows.context_len + rows.tree_len
+            logical = np.arange(start, start + len(rows.token_ids))
+            slots.append(tables[index, logical // size].astype(np.int64) * size + logical % size)
+        return _Step(
+            kv=self.kv,
+            layout=TreeLayout.of([(rows.tree_len, rows.masks) for rows in batch]),
+            slots=torch.from_numpy(np.concatenate(slots)).to(self._device),
+            block_tables=torch.from_numpy(tables).to(self._device),
+            context_lens=torch.tensor([rows.context_len for rows in batch], dtype=torch.int32, device=self._device),
+            implementation=self.implementation,
+        )
+
+    def _wanted(self, batch: Sequence[Rows]) -> Tensor:
+        wanted, start = [], 0
+        for rows in batch:
+            wanted.extend(start + index for index in rows.logits)
+            start += len(rows.token_ids)
+        return torch.tensor(wanted, dtype=torch.int64, device=self._device)
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self._model.config.vocab_size), device=self._device)
+
+    def _check(self, rows: Rows) -> None:
+        count = len(rows.token_ids)
+        for name in ("positions", "masks"):
+            if len(getattr(rows, name)) != count:
+                raise InvalidArgument(f"rows.{name}", len(getattr(rows, name)), f"one per token, {count}")
+        total, room = rows.context_len + rows.tree_len + count, len(rows.blocks) * self.kv.block_size
+        if total > room:
+            raise InvalidArgument("rows.token_ids", total, f"at most {room} rows in the sequence's blocks")
+        if count and max(rows.positions) >= self.spec.max_context:
+            raise InvalidArgument("rows.positions", max(rows.positions), f"below {self.spec.max_context}")
+        if any(not 0 <= index < count for index in rows.logits):
+            raise InvalidArgument("rows.logits", list(rows.logits), f"indices of {count} rows")
+
+    def _probe(self, expected: Tensor) -> None:
+        """Compare a small tree with what the model said with its own attention."""
+        blocks = self.pool.allocate(-(-len(_PROBE_TREE) // self.kv.block_size))
+        step_rows = Rows(
+            blocks=blocks,
+            context_len=0,
+            tree_len=0,
+            token_ids=[token for token, _, _ in _PROBE_TREE],
+            positions=[position for _, position, _ in _PROBE_TREE],
+            masks=[mask for _, _, mask in _PROBE_TREE],
+            logits=range(len(_PROBE_TREE)),
+        )
+        step = self._step([step_rows])
+        try:
+            got = self._run(
+                step,
+                torch.tensor(step_rows.token_ids, device=self._device),
+                torch.tensor(step_rows.positions, device=self._device),
+                self._wanted([step_rows]),
+            )
+        except GraftreeError:
+            raise
+        except Exception as error:
+            raise Incompatible(f"{type(self._model).__name__} failed its self-check: {error}") from error
+        finally:
+            self.pool.free(blocks)
+        name = type(self._model).__name__
+        if set(step.windows) != set(range(len(self.kv.keys))):
+            raise Incompatible(
+                f"{name}: {len(step.windows)} of {len(self.kv.keys)} layers use the attention interface"
+            )
+        tolerance = 1e-3 if self._model.dtype == torch.float32 else 0.1
+        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+            raise Incompatible(f"{name} computes otherwise with tree attention: its positions or masks are its own")
+        for layer, window in step.windows.items():
+            if window != _window(self._model.config, layer):
+                raise Incompatible(f"{name} does not tell its attention the sliding window of layer {layer}")
+
+
+# Two branches behind a chain: tokens, positions, masks; and the same as paths.
+_PROBE_TREE = ((1, 0, 0b1), (2, 1, 0b11), (3, 2, 0b111), (4, 2, 0b1011), (5, 3, 0b11011))
+_PROBE_PATHS = (((1, 2, 3), (0, 1, 2)), ((1, 2, 4, 5), (0, 1, 3, 4)))
+
+
+@torch.inference_mode()
+def _probe_expected(model: Any) -> Tensor:
+    """(5, vocab) logits of `_PROBE_TREE` by ordinary forwards, one per path."""
+    expected = torch.zeros((len(_PROBE_TREE), model.config.vocab_size), device=model.device)
+    for tokens, rows in _PROBE_PATHS:
+        logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits
+        expected[list(rows)] = logits[0].float()
+    return expected
+
+
+def _window(config: Any, layer: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+
+
+def _check_config(model: Any) -> None:
+    """Refuse what is known not to work, from the configuration alone."""
+    config, name = model.config, type(model).__name__
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise Incompatible(f"{name} attends to an encoder")
+    if getattr(config, "alibi", False):
+        raise Incompatible(f"{name} uses ALiBi position biases")
+    if config.get_text_config() is not config:
+        raise Incompatible(f"{name} is not a text-only model")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise Incompatible(f"{name} does not use transformers' AttentionInterface")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise Incompatible(f"{name} has layers of other kinds: {', '.join(sorted(map(str, others)))}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(rope.get("rope_type", "default"))} | {
+        str(value.get("rope_type", "default")) for value in rope.values() if isinstance(value, dict)
+    }
+    if unstable := kinds & {"dynamic", "longrope"}:
+        raise Incompatible(f"{name}: {unstable.pop()} RoPE depends on the longest sequence of a batch")
+    parameters = inspect.signature(model.forward).parameters
+    for parameter in ("position_ids", "logits_to_keep"):
+        if parameter not in parameters:
+            raise Incompatible(f"{name}.forward takes no {parameter}")
+    layers = {m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")}
+    if layers != set(range(config.num_hidden_layers)):
+        raise Incompatible(f"{name}: layers are numbered {sorted(layers)}, not 0..{config.num_hidden_layers - 1}")
