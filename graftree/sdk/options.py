@@ -1,0 +1,196 @@
+"""`GenerateOptions`: the keywords of `generate` and `stream`, and the request they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from graftree.errors import InvalidArgument
+from graftree.v1 import generation_pb2
+
+Mode = Literal["target_only", "mss", "mss_without_replacement", "naive"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How to speculate; changes the speed, never the answer (but for the modes other than target_only at a
+    temperature above 0, which give another draw from the same distribution).
+
+    Attributes:
+        off: plain decoding, no speculator is asked.
+        max_nodes: most tree nodes per verify step; None = the router's budget, 0 = plain decoding.
+        max_depth: deepest tree; None = the router's limit.
+        mode: rule of acceptance; None = target_only.
+    """
+
+    off: bool = False
+    max_nodes: int | None = None
+    max_depth: int | None = None
+    mode: Mode | None = None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `generate` and `stream`. Beside `prompt`, exactly one of `token_ids` and `chat` may be the input.
+
+    `chat` holds {"role": ..., "content": ...} messages. `temperature` is 0 (greedy) unless given. `timeout` is in
+    seconds for the whole generation. Ranges are those of graftree/v1/*.proto.
+    """
+
+    token_ids: Sequence[int] | None
+    chat: Sequence[Mapping[str, str]] | None
+    request_id: str | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    log_probs: bool
+    alternatives: int
+    echo_prompt_token_ids: bool
+    speculation: SpeculationOptions | bool | None
+    timeout: float | None
+
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_STOPPING = ("max_new_tokens", "min_new_tokens", "ignore_eos")
+_MODES: dict[Mode, generation_pb2.SpeculationMode] = {
+    "target_only": generation_pb2.SPECULATION_MODE_TARGET_ONLY,
+    "mss": generation_pb2.SPECULATION_MODE_MSS,
+    "mss_without_replacement": generation_pb2.SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT,
+    "naive": generation_pb2.SPECULATION_MODE_NAIVE,
+}
+_OUTPUT = ("log_probs", "alternatives", "echo_prompt_token_ids")
+
+
+def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb2.GenerateRequest:
+    """The request that `prompt` and `options` ask for.
+
+    Raises:
+        TypeError: an unknown keyword.
+        InvalidArgument: a value that its field cannot hold; ranges are the router's to check.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if unknown := sorted(given.keys() - GenerateOptions.__annotations__.keys()):
+        known = ", ".join(sorted(GenerateOptions.__annotations__))
+        raise TypeError(f"unknown option {unknown[0]!r}; known: {known}")
+    request = generation_pb2.GenerateRequest()
+    _set(request, "request_id", given.get("request_id"))
+    _set_input(request, prompt, given)
+    for message, name in [
+        *((request.sampling, name) for name in _SAMPLING),
+        *((request.stopping, name) for name in _STOPPING),
+        *((request.output, name) for name in _OUTPUT),
+    ]:
+        _set(message, name, given.get(name))
+    _set_lists(request, given)
+    if request.HasField("sampling") and not request.sampling.HasField("temperature"):
+        request.sampling.temperature = (
+            0.0  # a seed or a penalty alone must not turn a greedy request into a random one
+        )
+    _set_speculation(request, given.get("speculation"))
+    return request
+
+
+def _set_input(request: generation_pb2.GenerateRequest, prompt: str | None, given: Mapping[str, Any]) -> None:
+    inputs = {"prompt": prompt, "token_ids": given.get("token_ids"), "chat": given.get("chat")}
+    names = [name for name, value in inputs.items() if value is not None]
+    if len(names) != 1:
+        raise InvalidArgument("input", ", ".join(names), "exactly one of prompt, token_ids and chat")
+    if prompt is not None:
+        _set(request, "prompt", prompt)
+    elif names == ["token_ids"]:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids, "ids", inputs["token_ids"], "token_ids")
+    else:
+        request.chat.SetInParent()
+        for index, message in enumerate(given["chat"]):
+            field = f"chat.messages[{index}]"
+            if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+                raise InvalidArgument(field, type(message).__name__, "a mapping with the keys role and content")
+            added = request.chat.messages.add()
+            _set(added, "role", message["role"], f"{field}.role")
+            _set(added, "content", message["content"], f"{field}.content")
+
+
+def _set_lists(request: generation_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
+    stop = given.get("stop", ())
+    for name, values in (
+        ("stop", (stop,) if isinstance(stop, str) else stop),
+        ("stop_token_ids", given.get("stop_token_ids", ())),
+    ):
+        if values != ():  # even an empty extend would mark the sub-message as present
+            _extend(request.stopping, name, values, f"stopping.{name}")
+    for token_id, bias in given.get("logit_bias", {}).items():
+        try:
+            request.sampling.logit_bias[token_id] = bias
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument("sampling.logit_bias", (token_id, bias), _reason(error)) from None
+
+
+def _set_speculation(request: generation_pb2.GenerateRequest, speculation: SpeculationOptions | bool | None) -> None:
+    if speculation is None or speculation is True:
+        return
+    if speculation is False:
+        speculation = SpeculationOptions(off=True)
+    if not isinstance(speculation, SpeculationOptions):
+        raise InvalidArgument("speculation", type(speculation).__name__, "SpeculationOptions, True or False")
+    wire = request.speculation
+    for name in ("off", "max_nodes", "max_depth"):
+        _set(wire, name, getattr(speculation, name))
+    if speculation.mode is not None:
+        if speculation.mode not in _MODES:
+            raise InvalidArgument("speculation.mode", speculation.mode, f"one of {', '.join(_MODES)}")
+        wire.mode = _MODES[speculation.mode]
+
+
+def _set(message: Any, name: str, value: Any, field: str = "") -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(field or _path(message, name), _shown(value), _reason(error)) from None
+
+
+def _extend(message: Any, name: str, values: Any, field: str) -> None:
+    try:
+        getattr(message, name).extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(field, _shown(values), _reason(error)) from None
+
+
+_PARENTS = {"SamplingParams": "sampling.", "StoppingParams": "stopping.", "OutputParams": "output."}
+
+
+def _path(message: Any, name: str) -> str:
+    parent = "speculation." if message.DESCRIPTOR.name == "SpeculationParams" else ""
+    return _PARENTS.get(message.DESCRIPTOR.name, parent) + name
+
+
+def _shown(value: Any) -> object:
+    return value if isinstance(value, int | float | bool) else type(value).__name__
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeError):  # its message quotes the text
+        return "text that is valid Unicode"
+    return f"the field cannot hold it ({error})"

@@ -1,0 +1,127 @@
+"""The keywords of `generate` become the right request, or a clear error before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graftree import SpeculationOptions
+from graftree.errors import InvalidArgument
+from graftree.sdk.options import build_request
+from graftree.v1 import generation_pb2
+
+
+def test_nothing_given_is_nothing_set() -> None:
+    """A bare prompt leaves every optional message out, so the router's defaults apply."""
+    assert build_request("x", {}) == generation_pb2.GenerateRequest(prompt="x")
+
+
+def test_every_keyword_lands_in_its_field() -> None:
+    """One request with all keywords has all of them, where the contract puts them."""
+    request = build_request(
+        None,
+        {
+            "token_ids": [1, 2],
+            "request_id": "8c1f9c3e-3f5e-4c39-9a44-93a0a4a5d2f1",
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.75,
+            "min_p": 0.25,
+            "seed": 2**64 - 1,
+            "repetition_penalty": 1.5,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "logit_bias": {7: -100.0},
+            "max_new_tokens": 9,
+            "min_new_tokens": 2,
+            "stop": "end",
+            "stop_token_ids": [5],
+            "ignore_eos": True,
+            "log_probs": True,
+            "alternatives": 3,
+            "echo_prompt_token_ids": True,
+            "speculation": SpeculationOptions(max_nodes=4, max_depth=2, mode="mss"),
+            "timeout": 3.0,
+        },
+    )
+    expected = generation_pb2.GenerateRequest(
+        request_id="8c1f9c3e-3f5e-4c39-9a44-93a0a4a5d2f1",
+        token_ids=generation_pb2.TokenIds(ids=[1, 2]),
+        stopping=generation_pb2.StoppingParams(
+            max_new_tokens=9, min_new_tokens=2, stop=["end"], stop_token_ids=[5], ignore_eos=True
+        ),
+        output=generation_pb2.OutputParams(log_probs=True, alternatives=3, echo_prompt_token_ids=True),
+        speculation=generation_pb2.SpeculationParams(
+            mode=generation_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2
+        ),
+    )
+    sampling = expected.sampling
+    sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p = 0.5, 3, 0.75, 0.25
+    sampling.seed, sampling.repetition_penalty = 2**64 - 1, 1.5
+    sampling.presence_penalty, sampling.frequency_penalty = 0.5, -0.5
+    sampling.logit_bias[7] = -100.0
+    assert request == expected
+
+
+def test_chat_messages() -> None:
+    """Messages keep their order and their roles."""
+    request = build_request(None, {"chat": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]})
+    assert [(each.role, each.content) for each in request.chat.messages] == [("system", "s"), ("user", "u")]
+
+
+def test_empty_token_ids_are_an_input() -> None:
+    """An empty list is sent as what it is: the router says what is wrong with it."""
+    assert build_request(None, {"token_ids": []}).WhichOneof("input") == "token_ids"
+
+
+def test_a_seed_alone_stays_greedy() -> None:
+    """Setting some sampling field does not silently turn the temperature on."""
+    sampling = build_request("x", {"seed": 3}).sampling
+    assert sampling.HasField("temperature")
+    assert sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize("speculation", [False, SpeculationOptions(off=True)])
+def test_speculation_off(speculation: bool | SpeculationOptions) -> None:
+    """Both spellings of "no speculation" are the same request."""
+    assert build_request("x", {"speculation": speculation}).speculation.off
+
+
+def test_unknown_keyword_is_a_type_error() -> None:
+    """A misspelt option is never ignored."""
+    with pytest.raises(TypeError, match=r"unknown option 'max_tokens'; known: .*max_new_tokens"):
+        build_request("x", {"max_tokens": 3})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "options"),
+    [
+        ("input", None, {}),
+        ("input", "x", {"token_ids": [1]}),
+        ("prompt", "\ud800", {}),
+        ("prompt", 3, {}),
+        ("token_ids", None, {"token_ids": [-1]}),
+        ("token_ids", None, {"token_ids": 7}),
+        ("chat.messages[0]", None, {"chat": ["hello"]}),
+        ("chat.messages[1]", None, {"chat": [{"role": "user", "content": "x"}, {"role": "user"}]}),
+        ("stopping.max_new_tokens", "x", {"max_new_tokens": -1}),
+        ("stopping.max_new_tokens", "x", {"max_new_tokens": 1.5}),
+        ("stopping.stop", "x", {"stop": [3]}),
+        ("stopping.stop_token_ids", "x", {"stop_token_ids": [-3]}),
+        ("sampling.temperature", "x", {"temperature": "hot"}),
+        ("sampling.seed", "x", {"seed": -1}),
+        ("sampling.logit_bias", "x", {"logit_bias": {-1: 1.0}}),
+        ("speculation", "x", {"speculation": 4}),
+        ("speculation.mode", "x", {"speculation": SpeculationOptions(mode="best")}),  # type: ignore[arg-type]
+        ("speculation.mode", "x", {"speculation": SpeculationOptions(mode="unspecified")}),  # type: ignore[arg-type]
+        ("speculation.max_nodes", "x", {"speculation": SpeculationOptions(max_nodes=-1)}),
+    ],
+)
+def test_what_a_field_cannot_hold_names_the_field(field: str, prompt: Any, options: Any) -> None:
+    """Values that the wire cannot carry are refused here with the field's name, and never quote the prompt."""
+    with pytest.raises(InvalidArgument) as caught:
+        build_request(prompt, options)
+    assert caught.value.field == field
+    assert "hello" not in str(caught.value)
+    assert "\\ud800" not in str(caught.value)
