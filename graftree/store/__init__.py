@@ -1,0 +1,1 @@
+"""What outlives a process: session records and the registry of pods, in Redis."""
