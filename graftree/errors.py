@@ -3,7 +3,8 @@
 GraftreeError                       INTERNAL
  ├── ConfigError                    FAILED_PRECONDITION   a key of the configuration is unknown or out of range
  ├── InvalidArgument                INVALID_ARGUMENT      a field of a request: names field, value and limit
- │    └── InvalidTree               INVALID_ARGUMENT      a token tree that breaks an invariant
+ │    ├── InvalidTree               INVALID_ARGUMENT      a token tree that breaks an invariant
+ │    └── ContextTooLong            INVALID_ARGUMENT      more tokens than the model or the cache takes
  ├── NotFound                       NOT_FOUND             session, model or pod that nobody knows
  ├── AlreadyExists                  ALREADY_EXISTS        a request id in use for another request
  ├── Incompatible                   FAILED_PRECONDITION   a model or vocabulary that does not fit: says why
@@ -69,6 +70,12 @@ class InvalidTree(InvalidArgument):
     """A token tree that breaks an invariant of `graftree.tree.TokenTree`."""
 
     reason = "INVALID_TREE"
+
+
+class ContextTooLong(InvalidArgument):
+    """More tokens than the model's context, the session's limit or the KV pool takes."""
+
+    reason = "CONTEXT_TOO_LONG"
 
 
 class NotFound(GraftreeError):
