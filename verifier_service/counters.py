@@ -1,0 +1,57 @@
+"""`Counters`: what a verifier has done since its start; vLLM's names where vLLM has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """Plain numbers that only the engine thread writes and anyone reads.
+
+    Attributes:
+        num_drafts: verify steps that had draft tokens.
+        num_draft_tokens: draft tokens verified.
+        num_accepted_tokens: of these, accepted.
+        num_accepted_tokens_per_pos: accepted by depth, a child of the root first.
+        steps: verify steps run, plain ones included.
+        emitted_tokens: accepted and bonus tokens.
+        stale_steps: steps that named another root; nothing was run.
+        invalid_trees: trees that broke an invariant; their steps ran without them.
+        dropped_steps: steps whose session was closed before they ran.
+        forwards: model forwards.
+        rows: rows in them.
+        prefill_rows: of these, rows of committed tokens before the root.
+        sessions_opened, sessions_closed, sessions_failed: opened = closed + failed + open now.
+        refused: opens and steps answered with a failure without a session of theirs.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    steps: int = 0
+    emitted_tokens: int = 0
+    stale_steps: int = 0
+    invalid_trees: int = 0
+    dropped_steps: int = 0
+    forwards: int = 0
+    rows: int = 0
+    prefill_rows: int = 0
+    sessions_opened: int = 0
+    sessions_closed: int = 0
+    sessions_failed: int = 0
+    refused: int = 0
+
+    def count_step(self, drafted: int, accepted: int) -> None:
+        """One verify step that accepted the first `accepted` levels of a tree of `drafted` nodes."""
+        self.steps += 1
+        self.emitted_tokens += accepted + 1
+        if drafted:
+            self.num_drafts += 1
+            self.num_draft_tokens += drafted
+            self.num_accepted_tokens += accepted
+        missing = accepted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for depth in range(accepted):
+            self.num_accepted_tokens_per_pos[depth] += 1

@@ -1,0 +1,289 @@
+"""`Engine`: the verifier without its thread and its network. One call of `iterate` is one forward.
+
+    open, step, close  ->  Scheduler.plan  ->  forward  ->  accept  ->  compact  ->  verdicts
+
+Nothing here raises because of what a router sent or what a model did: the session concerned fails, the others and
+the streams go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from graftree.errors import (
+    AlreadyExists,
+    ContextTooLong,
+    GraftreeError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from graftree.models.paged import BlockPool
+from graftree.models.runner import Rows
+from graftree.models.spec import ModelSpec
+from graftree.rpc.status import to_failure
+from graftree.sampling import describe
+from graftree.v1 import common_pb2, verification_pb2
+from verifier_service.acceptance import ROOT, accept
+from verifier_service.counters import Counters
+from verifier_service.scheduler import Scheduler
+from verifier_service.session import Answer, Session, Share, Step, Stream
+
+log = structlog.get_logger(__name__)
+
+Clock = Callable[[], int]
+
+
+class Cache(Protocol):
+    """What the engine needs of `graftree.models.paged.PagedKV`."""
+
+    block_size: int
+
+    def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+
+class Runner(Protocol):
+    """What the engine needs of `graftree.models.runner.TreeRunner`."""
+
+    @property
+    def pool(self) -> BlockPool: ...
+    @property
+    def kv(self) -> Cache: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    def forward(self, batch: Sequence[Rows]) -> Sequence[Any]: ...
+
+
+class Engine:
+    """Sessions of all streams over one runner. Not thread-safe: `verifier_service.worker` owns it."""
+
+    def __init__(
+        self, runner: Runner, *, max_sessions: int, step_tokens: int, clock: Clock = time.monotonic_ns
+    ) -> None:
+        """
+        Args:
+            runner: the LLM.
+            max_sessions: sessions open at once.
+            step_tokens: most rows of one forward.
+            clock: monotonic nanoseconds.
+        """
+        self.counters = Counters()
+        self.sessions = 0
+        self.draining = False
+        self._runner, self._spec = runner, runner.spec
+        self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
+        self._scheduler = Scheduler(step_tokens)
+        self._answers: dict[Stream, list[Answer]] = {}
+
+    def open(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
+        """Open a session; its prefill begins with the next forward."""
+        if stream.closed:
+            return
+        if session := stream.sessions.get(message.session_id):
+            # A failure ends the id on this pod, so the session that had it cannot stay.
+            self._fail(session, AlreadyExists("the session was open on this stream; it is closed now"))
+            return
+        try:
+            self._admit(stream, message)
+        except GraftreeError as error:
+            self._refuse(stream, message.session_id, error)
+
+    def step(self, stream: Stream, message: verification_pb2.VerifyStep, arrived_ns: int) -> None:
+        """Queue a verify step, or answer that it is stale."""
+        if stream.closed:
+            return
+        session = stream.sessions.get(message.session_id)
+        if session is None:
+            self._refuse(stream, message.session_id, NotFound("no such session on this stream"))
+        elif session.step is not None:
+            self._fail(session, InvalidArgument("step", message.step, f"after the verdict on {session.step.number}"))
+        elif session.is_stale(message):
+            self.counters.stale_steps += 1
+            self._answer(
+                stream,
+                verification_pb2.Verdict(
+                    session_id=session.session_id,
+                    step=message.step,
+                    stale=True,
+                    timings=common_pb2.StageTimings(total_ns=self._clock() - arrived_ns),
+                ),
+            )
+        elif len(session.token_ids) >= session.max_length:
+            limit = f"fewer than max_length {session.max_length}: one token must fit behind"
+            self._fail(session, ContextTooLong("committed_length", len(session.token_ids), limit))
+        else:
+            session.queue(message, vocab_size=self._spec.vocab_size, max_rows=self._step_tokens, now_ns=arrived_ns)
+            if session.step is not None and session.step.tree_error:
+                self.counters.invalid_trees += 1
+
+    def close(self, stream: Stream, session_id: str) -> None:
+        """Forget a session; one that is not there was closed already."""
+        if session := stream.sessions.get(session_id):
+            self.counters.sessions_closed += 1
+            self.counters.dropped_steps += session.step is not None
+            self._drop(session)
+
+    def close_stream(self, stream: Stream) -> None:
+        """Forget a stream and all its sessions; nothing is answered any more."""
+        stream.closed = True
+        for session_id in list(stream.sessions):
+            self.close(stream, session_id)
+        self._answers.pop(stream, None)
+
+    def drain(self) -> None:
+        """Take no new sessions."""
+        self.draining = True
+
+    def iterate(self) -> bool:
+        """Run one forward.
+
+        Returns:
+            Whether there was anything to run.
+        """
+        shares = self._scheduler.plan()
+        if not shares:
+            return False
+        started = self._clock()
+        try:
+            outputs = self._runner.forward([share.rows() for share in shares])
+        except Exception as error:
+            log.exception("forward failed", sessions=len(shares), rows=sum(map(len, shares)))
+            for share in shares:
+                self._fail(share.session, GraftreeError(f"the model's forward failed: {type(error).__name__}"))
+            return True
+        forwarded = self._clock()
+        self.counters.forwards += 1
+        for share, logits in zip(shares, outputs, strict=True):
+            session = share.session
+            session.cached += share.chain
+            self.counters.rows += len(share)
+            self.counters.prefill_rows += share.chain - (share.step is not None)
+            if share.step is None:
+                continue
+            try:
+                verdict = self._conclude(share, share.step, logits, started, forwarded)
+            except Exception as error:
+                if not isinstance(error, GraftreeError):
+                    log.exception("acceptance failed")
+                    error = GraftreeError(f"acceptance failed: {type(error).__name__}")
+                self._fail(session, error)
+            else:
+                verdict.batch_sessions = len(shares)
+                self._answer(session.stream, verdict)
+        return True
+
+    def flush(self) -> None:
+        """Hand what was answered since the last call to the streams' sinks."""
+        answers, self._answers = self._answers, {}
+        for stream, messages in answers.items():
+            stream.sink(messages)
+
+    @property
+    def occupancy(self) -> tuple[int, int, bool]:
+        """What `load` says that routers decide by: sessions, free blocks, draining."""
+        return self.sessions, self._runner.pool.free_blocks, self.draining
+
+    def load(self) -> common_pb2.PodLoad:
+        """Figures for routers; may be read from any thread."""
+        pool = self._runner.pool
+        return common_pb2.PodLoad(
+            sessions=self.sessions,
+            max_sessions=self._max_sessions,
+            free_blocks=pool.free_blocks,
+            total_blocks=pool.num_blocks,
+            queued=self._scheduler.waiting,
+            draining=self.draining,
+        )
+
+    def check(self) -> None:
+        """Integrity of the KV pool while no session is open; a leak is logged, and shows in `load`."""
+        pool = self._runner.pool
+        try:
+            pool.check()
+            if not self.sessions and pool.free_blocks != pool.num_blocks:
+                raise GraftreeError(f"{pool.num_blocks - pool.free_blocks} KV blocks leaked")
+        except GraftreeError as error:
+            log.error("KV pool integrity", reason=str(error))
+
+    def _admit(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
+        if self.draining:
+            raise Unavailable("this verifier is draining")
+        if self.sessions >= self._max_sessions:
+            raise ResourceExhausted(f"{self.sessions} sessions open, at most {self._max_sessions}")
+        session = Session.open(message, stream, self._spec)
+        pool, block_size = self._runner.pool, self._runner.kv.block_size
+        wanted = -(-session.rows_reserved // block_size)
+        if wanted > pool.num_blocks:
+            limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * block_size} tokens"
+            raise ContextTooLong("max_length", session.max_length, limit)
+        session.blocks = pool.allocate(wanted)
+        stream.sessions[session.session_id] = session
+        self._scheduler.add(session)
+        self.sessions += 1
+        self.counters.sessions_opened += 1
+
+    def _conclude(
+        self, share: Share, step: Step, logits: Any, started: int, forwarded: int
+    ) -> verification_pb2.Verdict:
+        """Accept, compact, commit."""
+        session, root_row = share.session, len(share.session.token_ids)
+        begun = self._clock()
+        rows: dict[int, NDArray[Any]] = {}
+
+        def row(node: int) -> NDArray[Any]:
+            if node not in rows:
+                rows[node] = np.asarray(logits[node - ROOT].cpu())
+            return rows[node]
+
+        acceptance = accept(step.tree, row, session.params, session.context)
+        count = len(acceptance.nodes)
+        targets = range(root_row, root_row + count)
+        self._runner.kv.move_rows(session.blocks, [root_row + node for node in acceptance.nodes], targets)
+        session.cached += count
+        session.commit(acceptance)
+        self.counters.count_step(len(step.tree), count)
+        verdict = verification_pb2.Verdict(
+            session_id=session.session_id,
+            step=step.number,
+            token_ids=acceptance.token_ids,
+            accepted_nodes=[step.kept[node] for node in acceptance.nodes],
+            tree_error=step.tree_error,
+        )
+        if session.log_probs:
+            for node, token in zip(acceptance.visited, acceptance.token_ids, strict=True):
+                verdict.log_probs.append(describe(row(node), token, session.alternatives).to_proto())
+        now = self._clock()
+        verdict.timings.CopyFrom(
+            common_pb2.StageTimings(
+                queue_ns=started - step.arrived_ns,
+                forward_ns=forwarded - started,
+                sample_ns=now - begun,
+                total_ns=now - step.arrived_ns,
+            )
+        )
+        return verdict
+
+    def _answer(self, stream: Stream, message: Answer) -> None:
+        self._answers.setdefault(stream, []).append(message)
+
+    def _refuse(self, stream: Stream, session_id: str, error: GraftreeError) -> None:
+        self.counters.refused += 1
+        self._answer(stream, to_failure(session_id, error))
+
+    def _fail(self, session: Session, error: GraftreeError) -> None:
+        self.counters.sessions_failed += 1
+        self._drop(session)
+        self._answer(session.stream, to_failure(session.session_id, error))
+
+    def _drop(self, session: Session) -> None:
+        del session.stream.sessions[session.session_id]
+        self._scheduler.remove(session)
+        self._runner.pool.free(session.blocks)
+        self.sessions -= 1

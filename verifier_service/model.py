@@ -1,0 +1,58 @@
+"""From a verifier's configuration to a runner that has run once."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+import torch
+
+from graftree.config import VerifierConfig
+from graftree.errors import ConfigError
+from graftree.models.load import load
+from graftree.models.runner import TreeRunner, chain_rows
+from graftree.models.uri import ModelUri
+from verifier_service import capacity
+from verifier_service.engine import Runner
+from verifier_service.standin import StandInRunner
+
+log = structlog.get_logger(__name__)
+
+_WARM_UP_ROWS = (1, 2, 8, 32)
+
+
+def load_runner(config: VerifierConfig) -> Runner:
+    """Load the model, reserve its cache, run it once for each common size of a step.
+
+    Raises:
+        InvalidArgument, Incompatible: the model or device, or a model that cannot be run exactly.
+        ConfigError: not enough memory for the cache.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    uri = ModelUri.parse(config.model)
+    if uri.kind == "standin":
+        return StandInRunner.load(uri, kv_tokens=config.kv_tokens, block_size=config.block_size)
+    loaded = load(uri, dtype=config.dtype, device=config.device)
+    tokens = config.kv_tokens or capacity.kv_tokens(
+        bytes_per_token=capacity.bytes_per_token(loaded.model),
+        device=loaded.model.device,
+        max_sessions=config.max_sessions,
+        max_context=loaded.spec.max_context,
+    )
+    if tokens < config.block_size:
+        raise ConfigError("kv_tokens", tokens, f"at least one block of {config.block_size} tokens; is memory short?")
+    runner = TreeRunner(loaded, kv_tokens=tokens, block_size=config.block_size)
+    _warm_up(runner, config)
+    return runner
+
+
+def _warm_up(runner: TreeRunner, config: VerifierConfig) -> None:
+    limit = min(runner.spec.max_context, config.step_tokens, runner.pool.num_blocks * config.block_size)
+    blocks = runner.pool.allocate(-(-min(limit, max(_WARM_UP_ROWS)) // config.block_size))
+    begun = time.monotonic()
+    for count in _WARM_UP_ROWS:
+        if count <= limit:
+            runner.forward([chain_rows(blocks, 0, [0] * count, logits=range(count))])
+    runner.pool.free(blocks)
+    log.info("warmed up", milliseconds=round((time.monotonic() - begun) * 1000))

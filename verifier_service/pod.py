@@ -1,0 +1,123 @@
+"""`VerifierPod`: the tier's process: model, engine thread and service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from graftree.config import VerifierConfig
+from graftree.errors import GraftreeError
+from graftree.pod import Adder, Pod
+from graftree.store.registry import PodRecord
+from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
+from verifier_service.counters import Counters
+from verifier_service.engine import Engine, Runner
+from verifier_service.model import load_runner
+from verifier_service.service import REVISION, VerificationServicer
+from verifier_service.worker import Worker
+
+log = structlog.get_logger(__name__)
+
+SERVICE = verification_pb2.DESCRIPTOR.services_by_name["VerificationService"].full_name
+
+
+class VerifierPod(Pod[VerifierConfig]):
+    """One LLM behind `VerificationService`."""
+
+    _runner: Runner
+    _engine: Engine
+    _worker: Worker | None = None
+    _servicer: VerificationServicer
+
+    async def load(self) -> None:
+        """Load the model, warm it up and start the engine's thread.
+
+        Raises:
+            InvalidArgument, Incompatible: the model or a key does not fit.
+        """
+        loop = asyncio.get_running_loop()
+        self._loop, self._idle = loop, asyncio.Event()
+        self._runner = await asyncio.to_thread(load_runner, self.config)
+        spec = self._runner.spec
+        self._engine = Engine(
+            self._runner, max_sessions=self.config.max_sessions, step_tokens=self.config.step_tokens
+        )
+        self._worker = Worker(
+            self._engine,
+            changed=partial(self._call, self._load_changed),
+            died=lambda e: self._call(partial(self._die, e)),
+        )
+        hello = common_pb2.StreamHello(
+            revision=REVISION,
+            pod_id=self.config.pod_id,
+            model_fingerprint=spec.fingerprint,
+            vocab_fingerprint=spec.vocab_fingerprint,
+            vocab_size=spec.vocab_size,
+            max_context=spec.max_context,
+        )
+        self._servicer = VerificationServicer(hello, self._engine, self._worker)
+        self._worker.start()
+        log.info("model loaded", model=spec.name, kv_blocks=self._runner.pool.num_blocks)
+
+    def services(self) -> list[tuple[str, Adder]]:
+        return [(SERVICE, partial(verification_pb2_grpc.add_VerificationServiceServicer_to_server, self._servicer))]
+
+    def record(self) -> PodRecord:
+        spec = self._runner.spec
+        return PodRecord(
+            pod_id=self.config.pod_id,
+            tier="verifier",
+            kind=spec.name,
+            address=self.address,
+            model_fingerprint=spec.fingerprint,
+            vocab_fingerprint=spec.vocab_fingerprint,
+            vocab_size=spec.vocab_size,
+            max_context=spec.max_context,
+            max_sessions=self.config.max_sessions,
+            sessions=self._engine.sessions,
+            draining=self.draining,
+        )
+
+    @property
+    def counters(self) -> Counters:
+        """What this pod has done since its start."""
+        return self._engine.counters
+
+    @property
+    def runner(self) -> Runner:
+        """The LLM, its cache and pool; to be read only."""
+        return self._runner
+
+    async def drain(self) -> None:
+        """Take no new sessions, wait until the open ones have ended."""
+        if self._worker is None:
+            return
+        self._worker.submit(Engine.drain)
+        while self._engine.sessions:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def close(self) -> None:
+        """End the engine's thread after the forward under way."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            self._servicer.close()
+            await asyncio.to_thread(worker.stop)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Run on the event loop, from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the pod is gone
+            self._loop.call_soon_threadsafe(function)
+
+    def _load_changed(self) -> None:
+        self._servicer.load_changed()
+        if not self._engine.sessions:
+            self._idle.set()
+
+    def _die(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(GraftreeError(f"the engine thread died: {type(error).__name__}: {error}"))

@@ -1,0 +1,72 @@
+"""`StandInRunner`: an LLM of fixed step time, for measuring everything around the model.
+
+    standin:?step_ms=5&vocab=512&context=4096
+
+It keeps no cache: a row's logits follow from its token and position alone (`graftree.models.standin`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from graftree.models.paged import BlockPool
+from graftree.models.runner import Rows
+from graftree.models.spec import ModelSpec
+from graftree.models.standin import next_token
+
+
+class NoCache:
+    """Stands where `PagedKV` is: there is nothing to move."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Nothing."""
+
+
+class StandInRunner:
+    """`TreeRunner`'s interface on `next_token`.
+
+    Args:
+        spec: name and limits it reports.
+        step_ms: what a forward takes, in milliseconds.
+        kv_tokens, block_size: of the pool that sessions reserve from.
+        clock, sleep: seconds.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        step_ms: float,
+        kv_tokens: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.spec = spec
+        self.pool = BlockPool(kv_tokens // block_size)
+        self.kv = NoCache(block_size)
+        self.rows_computed = 0
+        self._seconds, self._clock, self._sleep = step_ms / 1000, clock, sleep
+
+    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
+        """As `TreeRunner.forward`: logits of 10 at what `next_token` says, 0 elsewhere."""
+        end = self._clock() + self._seconds
+        outputs = [self._logits(rows) for rows in batch]
+        self.rows_computed += sum(len(rows.token_ids) for rows in batch)
+        if (rest := end - self._clock()) > 0:
+            self._sleep(rest)
+        return outputs
+
+    def _logits(self, rows: Rows) -> Tensor:
+        vocab_size = self.spec.vocab_size
+        logits = torch.zeros((len(rows.logits), vocab_size))
+        for line, row in enumerate(rows.logits):
+            logits[line, next_token(rows.token_ids[row], rows.positions[row] + 1, vocab_size)] = 10.0
+        return logits
