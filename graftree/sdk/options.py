@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from graftree.errors import InvalidArgument
 from graftree.v1 import generation_pb2
 
@@ -142,8 +144,9 @@ def _set_lists(request: generation_pb2.GenerateRequest, given: Mapping[str, Any]
     for token_id, bias in given.get("logit_bias", {}).items():
         try:
             request.sampling.logit_bias[token_id] = bias
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument("sampling.logit_bias", (token_id, bias), _reason(error)) from None
+        except (TypeError, ValueError):
+            pair = f"{_KINDS['TYPE_UINT32']}: {_KINDS['TYPE_FLOAT']}"
+            raise InvalidArgument("sampling.logit_bias", (token_id, bias), pair) from None
 
 
 def _set_speculation(request: generation_pb2.GenerateRequest, speculation: SpeculationOptions | bool | None) -> None:
@@ -167,15 +170,15 @@ def _set(message: Any, name: str, value: Any, field: str = "") -> None:
         return
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(field or _path(message, name), _shown(value), _reason(error)) from None
+    except (TypeError, ValueError):
+        raise InvalidArgument(field or _path(message, name), _shown(value), _limit(message, name)) from None
 
 
 def _extend(message: Any, name: str, values: Any, field: str) -> None:
     try:
         getattr(message, name).extend(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(field, _shown(values), _reason(error)) from None
+    except (TypeError, ValueError):
+        raise InvalidArgument(field, _shown(values), f"a list; each {_limit(message, name)}") from None
 
 
 _PARENTS = {"SamplingParams": "sampling.", "StoppingParams": "stopping.", "OutputParams": "output."}
@@ -190,7 +193,16 @@ def _shown(value: Any) -> object:
     return value if isinstance(value, int | float | bool) else type(value).__name__
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnicodeError):  # its message quotes the text
-        return "text that is valid Unicode"
-    return f"the field cannot hold it ({error})"
+_KINDS = {
+    "TYPE_UINT32": "an integer from 0 to 4294967295",
+    "TYPE_UINT64": "an integer from 0 to 18446744073709551615",
+    "TYPE_FLOAT": "a number",
+    "TYPE_BOOL": "True or False",
+    "TYPE_STRING": "text that is valid Unicode",
+}
+_TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name in _KINDS}
+
+
+def _limit(message: Any, name: str) -> str:
+    """What a field can hold; the wire library's own words would quote the value."""
+    return _KINDS[_TYPES[message.DESCRIPTOR.fields_by_name[name].type]]

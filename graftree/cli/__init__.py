@@ -1,0 +1,69 @@
+"""The `graftree` command.
+
+    graftree up          all tiers on this machine, until Ctrl-C
+    graftree generate    one answer, streamed; from a running router or from a private stack
+    graftree models      pull, list
+    graftree version
+
+Exit codes: 0 done, 1 failed, 2 the request or an option is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from graftree import __version__
+from graftree.cli import generate, models, up
+from graftree.errors import ConfigError, GraftreeError, InvalidArgument
+
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: by default those of the command line.
+
+    Returns:
+        The exit code.
+    """
+    chosen = _parser().parse_args(arguments)
+    try:
+        return int(chosen.run(chosen))
+    except (InvalidArgument, ConfigError) as error:
+        return _complain(error, 2)
+    except GraftreeError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _complain(error: GraftreeError, code: int) -> int:
+    print(f"graftree: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="graftree", description="An LLM's own answers, sooner, by token trees.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (up, generate, models):
+        command.add_parser(commands)
+    version = commands.add_parser("version", help="print the version", allow_abbrev=False)
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"graftree {__version__}")
+    return 0

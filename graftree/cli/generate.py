@@ -1,0 +1,130 @@
+"""`graftree generate`: one answer, streamed to stdout, with a line about it on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from graftree.cli.stack import add_options, stack_arguments
+from graftree.client import Client, Stream
+from graftree.sdk.options import GenerateOptions, SpeculationOptions
+from graftree.sdk.results import Result
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate from a prompt",
+        description="Generate from a prompt and stream the text. Without --target and GRAFTREE_TARGET a private "
+        "stack is started for this one answer.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompt", help="text to continue; - reads it from stdin")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        default=os.environ.get("GRAFTREE_TARGET") or None,
+        help="a running router (default: $GRAFTREE_TARGET)",
+    )
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+    parser.add_argument("--no-speculation", action="store_true", help="plain decoding")
+    parser.add_argument("--max-nodes", type=int, metavar="N", help="most tree nodes per verify step")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the answer")
+    sampling = parser.add_argument_group("sampling and stopping")
+    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default)")
+    sampling.add_argument("--seed", type=int, metavar="S")
+    sampling.add_argument("--top-k", type=int, metavar="K")
+    sampling.add_argument("--top-p", type=float, metavar="P")
+    sampling.add_argument("--min-p", type=float, metavar="P")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
+    add_options(parser.add_argument_group("the private stack"))
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Generate; an interrupt cancels the generation before it is passed on."""
+    prompt = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
+    with _target(chosen) as target, Client(target) as client:
+        text, options = _request(prompt, chosen)
+        with client.stream(text, **options) as stream:
+            try:
+                _show(stream, as_json=chosen.json)
+            except BrokenPipeError:  # whoever read the text has had enough
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _target(chosen: argparse.Namespace) -> Iterator[str]:
+    if chosen.target is not None:
+        yield chosen.target
+        return
+    from graftree.local_stack import LocalStack
+
+    with LocalStack(**stack_arguments(chosen)) as stack:
+        yield stack.target
+
+
+def _request(prompt: str, chosen: argparse.Namespace) -> tuple[str | None, GenerateOptions]:
+    options: GenerateOptions = {
+        "max_new_tokens": chosen.max_new_tokens,
+        "temperature": chosen.temperature,
+        "seed": chosen.seed,
+        "top_k": chosen.top_k,
+        "top_p": chosen.top_p,
+        "min_p": chosen.min_p,
+        "stop": chosen.stop,
+        "ignore_eos": chosen.ignore_eos,
+        "timeout": chosen.timeout,
+    }
+    if chosen.no_speculation or chosen.max_nodes is not None:
+        options["speculation"] = SpeculationOptions(off=chosen.no_speculation, max_nodes=chosen.max_nodes)
+    if not chosen.chat and chosen.system is None:
+        return prompt, options
+    system = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
+    options["chat"] = [*system, {"role": "user", "content": prompt}]
+    return None, options
+
+
+def _show(stream: Stream, *, as_json: bool) -> None:
+    for chunk in stream:
+        if not as_json:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    if as_json:
+        print(json.dumps(as_object(stream.result), ensure_ascii=False), flush=True)
+    else:
+        print(flush=True)
+        print(summary(stream.result), file=sys.stderr, flush=True)
+
+
+def as_object(result: Result) -> dict[str, Any]:
+    """What --json prints."""
+    wanted = ("request_id", "model", "seed", "text", "token_ids", "finish_reason", "usage", "speculation", "timings")
+    everything = dataclasses.asdict(result)
+    return {name: everything[name] for name in wanted}
+
+
+def summary(result: Result) -> str:
+    """One line about how an answer came to be."""
+    usage, speculation, timings = result.usage, result.speculation, result.timings
+    rate = usage.completion_tokens / (timings.total_ns / 1e9) if timings.total_ns else 0.0
+    return (
+        f"{usage.completion_tokens} tokens in {timings.total_ns / 1e9:.2f} s ({rate:.1f}/s), "
+        f"{speculation.num_spec_steps} verify steps, "
+        f"mean acceptance length {speculation.mean_acceptance_length:.2f}, "
+        f"finish: {result.finish_reason}, seed: {result.seed}"
+    )
