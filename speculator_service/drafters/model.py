@@ -1,0 +1,166 @@
+"""`ModelDrafter`: any causal language model as SSM, batched over sessions and leaves in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftree.errors import GraftreeError, InvalidArgument
+from graftree.models.load import LoadedModel, load
+from graftree.models.runner import Rows, TreeRunner
+from graftree.sampling import SamplingContext
+from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
+from speculator_service.drafters.ranking import rank
+from speculator_service.drafters.shortlist import SIZE, penalised, shortlists
+from speculator_service.drafters.tree_cache import TreeCache
+
+PREFILL_ROWS = 128  # of all sessions in one step, so that a long prompt does not stall the others
+_LEAST_CHUNK = 16
+_CPU_BYTES = 1 << 30  # KV cache where nobody says: a pod beside others, with a model that is meant to be small
+_GPU_SHARE = 0.1
+
+
+@dataclass
+class _Session:
+    given: DraftSession
+    cache: TreeCache
+    context: SamplingContext | None  # only where penalties need it
+
+
+class ModelDrafter(Drafter):
+    """An SSM with its own tree KV cache.
+
+    Args:
+        uri: see `graftree.models.uri`.
+        dtype: of its weights.
+        device: auto, cpu, cuda or cuda:N.
+        threads: CPU threads of this process' torch; 0 = torch's choice.
+        kv_tokens: capacity of its KV cache in tokens; 0 = what max_sessions need, at most 1 GiB on a CPU and a
+            tenth of the free memory on a GPU.
+        max_sessions, max_nodes: most sessions, and most nodes of a session's tree.
+        shortlist: ids per node that are ranked under the noise.
+
+    Raises:
+        InvalidArgument: the URI, or kv_tokens below one full sequence.
+        Incompatible: a model that cannot be run over trees.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        threads: int = 0,
+        kv_tokens: int = 0,
+        max_sessions: int = 256,
+        max_nodes: int = 64,
+        shortlist: int = SIZE,
+    ) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        loaded = load(uri, dtype=dtype, device=device)
+        self.model_fingerprint = loaded.spec.fingerprint
+        self.vocab_fingerprint = loaded.spec.vocab_fingerprint
+        self.vocab_size = loaded.spec.vocab_size
+        self.max_context = loaded.spec.max_context
+        wanted = max_sessions * (self.max_context + max_nodes)
+        self.runner = TreeRunner(loaded, kv_tokens=kv_tokens or _affordable(loaded, wanted))
+        self._shortlist = shortlist
+        self._sessions: dict[str, _Session] = {}
+
+    def open(self, session: DraftSession) -> None:
+        if max(session.token_ids) >= self.vocab_size:
+            raise InvalidArgument("token_ids", max(session.token_ids), f"below the SSM's {self.vocab_size}")
+        context = None
+        if session.sampling.penalised:
+            prompt, output = session.token_ids[: session.prompt_tokens], session.token_ids[session.prompt_tokens :]
+            context = SamplingContext(prompt, output, vocab_size=min(session.vocab_size, self.vocab_size))
+        cache = TreeCache(self.runner.pool, self.runner.kv, session.root_id, session.token_ids)
+        self._sessions[session.session_id] = _Session(session, cache, context)
+
+    def commit(self, session_id: str, token_ids: Sequence[int]) -> None:
+        session = self._sessions[session_id]
+        if max(token_ids) >= self.vocab_size:
+            raise InvalidArgument("token_ids", max(token_ids), f"below the SSM's {self.vocab_size}")
+        session.cache.commit(token_ids)
+        if session.context is not None:
+            session.context.extend(token_ids)
+
+    def close(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.cache.free()
+
+    def blocks(self) -> tuple[int, int]:
+        return self.runner.pool.free_blocks, self.runner.pool.num_blocks
+
+    def expand(self, leaves: Sequence[Leaf]) -> Sequence[Answer]:
+        by_session: dict[str, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            by_session.setdefault(leaf.session_id, []).append(index)
+        prefills = sum(not leaf.path for leaf in leaves)
+        chunk = max(_LEAST_CHUNK, PREFILL_ROWS // max(prefills, 1))
+        answers: list[Answer] = [None] * len(leaves)
+        shares: list[tuple[list[int], Rows]] = []
+        for session_id, indices in by_session.items():
+            try:
+                shares.append((indices, self._rows(session_id, [leaves[i] for i in indices], chunk)))
+            except GraftreeError as error:
+                answers[indices[0]] = error
+        logits = self.runner.forward([rows for _, rows in shares])
+        for (indices, rows), own in zip(shares, logits, strict=True):
+            self._advance([leaves[i] for i in indices], rows)
+            if not rows.logits:
+                continue  # a prompt is not through yet
+            for index, answer in zip(indices, self._answers([leaves[i] for i in indices], own), strict=True):
+                answers[index] = answer
+        return answers
+
+    def _rows(self, session_id: str, leaves: Sequence[Leaf], chunk: int) -> Rows:
+        cache = self._sessions[session_id].cache
+        return cache.tree_rows(leaves) if leaves[0].path else cache.context_rows(chunk)
+
+    def _advance(self, leaves: Sequence[Leaf], rows: Rows) -> None:
+        cache = self._sessions[leaves[0].session_id].cache
+        if leaves[0].path:
+            cache.tree_done(leaves, rows)
+        else:
+            cache.context_done(len(rows.token_ids))
+
+    def _answers(self, leaves: Sequence[Leaf], logits: Tensor) -> Sequence[Answer]:
+        """logits: (len(leaves), V)."""
+        session = self._sessions[leaves[0].session_id]
+        given = session.given
+        logits = logits[:, : given.vocab_size]
+        try:
+            if session.context is not None:
+                lists = [
+                    penalised(row, given.sampling, session.context, leaf.path)
+                    for row, leaf in zip(logits, leaves, strict=True)
+                ]
+            else:
+                size = given.branching if given.sampling.greedy else self._shortlist
+                lists = shortlists(logits, given.sampling, size)
+        except GraftreeError as error:
+            return [error] * len(leaves)
+        ranked: list[list[Candidate]] = []
+        for leaf, (ids, log_q) in zip(leaves, lists, strict=True):
+            ranked.append(rank(ids, log_q, given.sampling, leaf.position, given.branching))
+        return ranked
+
+
+def _affordable(loaded: LoadedModel, wanted: int) -> int:
+    """KV tokens: what is wanted, within the memory an SSM may take, but at least one full sequence."""
+    model, config = loaded.model, loaded.model.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+    room = _CPU_BYTES
+    if model.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(model.device)[0] * _GPU_SHARE)
+    return max(min(wanted, room // token_bytes), loaded.spec.max_context + 1024)

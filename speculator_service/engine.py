@@ -1,0 +1,358 @@
+"""`Engine`: grows the living trees of all sessions with one drafter.
+
+A turn applies what arrived, hands out what entered the trees, expands the best leaves of all sessions in one call of
+the drafter, and does the first two again. Turns go on while any tree can grow, whatever the verifier does meanwhile;
+then the engine sleeps. They run on a thread of their own or, for a drafter that takes microseconds, on the event
+loop. Nothing here blocks the loop, and one session's failure ends that session alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from graftree.errors import GraftreeError, NotFound, Stale
+from speculator_service.drafters.base import Drafter, DraftSession, Leaf
+from speculator_service.drafters.checks import BadAnswer, check_answer, check_answers
+from speculator_service.living_tree import LivingTree, Node
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A session begins with this tree."""
+
+    session: DraftSession
+    tree: LivingTree
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens were committed behind `committed_length` earlier ones."""
+
+    session_id: str
+    token_ids: tuple[int, ...]
+    committed_length: int
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The session is to be forgotten."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Nodes that entered a tree, parents before children; none where only `complete` is news.
+
+    Times are nanoseconds: waiting for the first step, the last drafter call, and since the commit arrived.
+    """
+
+    session_id: str
+    nodes: list[Node]
+    committed_length: int
+    complete: bool
+    queue_ns: int = 0
+    forward_ns: int = 0
+    total_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A session that was given up."""
+
+    session_id: str
+    error: GraftreeError
+
+
+Operation = Open | Commit | Close
+Event = Grown | Failed
+
+
+class _Growth:
+    """One session while it is drafted."""
+
+    __slots__ = ("announced", "arrived_ns", "branching", "forward_ns", "pauses", "queue_ns", "session_id", "tree")
+
+    def __init__(self, opened: Open) -> None:
+        self.session_id, self.tree = opened.session.session_id, opened.tree
+        self.branching = opened.session.branching
+        self.pauses = 0
+        self.restart_clock(opened.arrived_ns)
+
+    def restart_clock(self, arrived_ns: int) -> None:
+        self.arrived_ns, self.queue_ns, self.forward_ns, self.announced = arrived_ns, -1, 0, False
+
+    def leaf(self, node: Node) -> Leaf:
+        parent = node if node.parent is None else node.parent
+        return Leaf(self.session_id, node.id, parent.id, self.tree.path(node), node.position + 1)
+
+
+class Engine:
+    """Runs a drafter over many sessions.
+
+    Args:
+        drafter: what guesses; used by this engine alone.
+        batch_leaves: most leaves of one drafter call.
+        deliver: takes the events of a turn, on the event loop, in order.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        batch_leaves: int,
+        deliver: Callable[[list[Event]], None],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._drafter, self._batch_leaves = drafter, batch_leaves
+        self._deliver, self._clock = deliver, clock
+        self._inbox: deque[Operation] = deque()
+        self._growths: dict[str, _Growth] = {}
+        self._events: list[Event] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._scheduled = False
+        self._stopped = False
+        self.steps = 0
+        self.leaves_expanded = 0
+        self.faults: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to work for the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        if not self._drafter.inline:
+            self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
+            self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread, forget all sessions, release the drafter."""
+        self._stopped = True
+        with self._wake:
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        for session_id in list(self._growths):
+            self._forget(session_id)
+        self._drafter.shutdown()
+
+    def submit(self, operations: Iterable[Operation]) -> None:
+        """Queue operations in order; called on the event loop."""
+        self._inbox.extend(operations)
+        if not self._inbox or self._stopped:
+            return
+        if self._drafter.inline:
+            self._schedule()
+        else:
+            with self._wake:
+                self._wake.notify()
+
+    @property
+    def queued(self) -> int:
+        """Operations that wait to be applied."""
+        return len(self._inbox)
+
+    # Two ways to take turns.
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        while True:
+            with self._wake:
+                while not (self._stopped or self._inbox or self._can_grow()):
+                    self._wake.wait()
+            if self._stopped:
+                return
+            self._turn(self._hand_over)
+
+    def _hand_over(self, events: list[Event]) -> None:
+        assert self._loop is not None
+        if not self._stopped:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._inline_turn)
+
+    def _inline_turn(self) -> None:
+        self._scheduled = False
+        if self._stopped:
+            return
+        self._turn(self._deliver)
+        if self._inbox or self._can_grow():
+            self._schedule()
+
+    # A turn.
+
+    def _turn(self, deliver: Callable[[list[Event]], None]) -> None:
+        self._apply()
+        self._emit(deliver)
+        if self._can_grow():
+            self._grow()
+            self._apply()  # a commit that came during the step: only what survives it is worth sending
+            self._emit(deliver)
+
+    def _can_grow(self) -> bool:
+        return any(not growth.tree.complete for growth in self._growths.values())
+
+    def _apply(self) -> None:
+        while self._inbox:
+            operation = self._inbox.popleft()
+            if isinstance(operation, Open):
+                self._open(operation)
+            elif isinstance(operation, Commit):
+                self._commit(operation)
+            else:
+                self._forget(operation.session_id)
+
+    def _open(self, operation: Open) -> None:
+        session_id = operation.session.session_id
+        try:
+            self._drafter.open(operation.session)
+        except Exception as error:
+            self._fail(session_id, error)
+            return
+        self._growths[session_id] = _Growth(operation)
+
+    def _commit(self, operation: Commit) -> None:
+        growth = self._growths.get(operation.session_id)
+        if growth is None:
+            self._fail(operation.session_id, NotFound("the session is not open here"))
+            return
+        tree = growth.tree
+        if operation.committed_length != tree.committed_length:
+            message = f"committed length {operation.committed_length}, here it is {tree.committed_length}"
+            self._fail(operation.session_id, Stale(message))
+            return
+        tree.commit(operation.token_ids)
+        growth.restart_clock(operation.arrived_ns)
+        try:
+            self._drafter.commit(operation.session_id, operation.token_ids)
+        except Exception as error:
+            self._fail(operation.session_id, error)
+
+    def _grow(self) -> None:
+        batch = self._choose()
+        if not batch:  # candidates entered, none of them may have children
+            return
+        leaves = [growth.leaf(node) for growth, node in batch]
+        started = self._clock()
+        for growth, _ in batch:
+            if growth.queue_ns < 0:
+                growth.queue_ns = max(0, started - growth.arrived_ns)
+        try:
+            answers: list[object] = check_answers(self._drafter.expand(leaves), len(leaves))
+        except Exception as error:
+            answers = self._expand_apart(leaves, error)
+        spent = self._clock() - started
+        self.steps += 1
+        for (growth, node), answer in zip(batch, answers, strict=True):
+            growth.forward_ns += spent
+            self._attach(growth, node, answer)
+
+    def _choose(self) -> list[tuple[_Growth, Node]]:
+        """The best leaves of all sessions, in equal shares; those served go to the end of the line."""
+        ready = [growth for growth in self._growths.values() if not growth.tree.complete][: self._batch_leaves]
+        batch: list[tuple[_Growth, Node]] = []
+        share = self._batch_leaves // len(ready)
+        for growth in ready:
+            # Each leaf brings up to `branching` children: more leaves than fill the tree are wasted work.
+            room = growth.tree.max_nodes - len(growth.tree)
+            batch.extend((growth, node) for node in growth.tree.take(min(share, 1 + room // growth.branching)))
+            self._growths[growth.session_id] = self._growths.pop(growth.session_id)
+        return batch
+
+    def _expand_apart(self, leaves: list[Leaf], error: Exception) -> list[object]:
+        """The whole call failed: ask session by session, so that only the culprit's pays."""
+        by_session: dict[str, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            by_session.setdefault(leaf.session_id, []).append(index)
+        answers: list[object] = [error] * len(leaves)
+        if len(by_session) == 1:
+            return answers
+        for indices in by_session.values():
+            own: list[object]
+            try:
+                own = check_answers(self._drafter.expand([leaves[index] for index in indices]), len(indices))
+            except Exception as failure:
+                own = [failure] * len(indices)
+            for index, answer in zip(indices, own, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _attach(self, growth: _Growth, node: Node, answer: object) -> None:
+        if self._growths.get(growth.session_id) is not growth:
+            return
+        if answer is None:
+            growth.tree.put_back(node)
+            growth.pauses += 1
+            # Each pause works off at least one token of what the drafter has not seen yet.
+            if growth.pauses > 2 * (growth.tree.max_position + growth.tree.max_nodes):
+                self._fail(growth.session_id, BadAnswer("never ready"))
+            return
+        growth.pauses = 0
+        if isinstance(answer, Exception):
+            self._fail(growth.session_id, answer)
+            return
+        try:
+            candidates = check_answer(answer)
+        except BadAnswer as error:
+            self._fail(growth.session_id, error)
+            return
+        self.leaves_expanded += 1
+        growth.tree.attach(node, candidates[: growth.branching])
+
+    def _emit(self, deliver: Callable[[list[Event]], None]) -> None:
+        now = self._clock()
+        for growth in self._growths.values():
+            nodes, complete = growth.tree.unsent(), growth.tree.complete
+            if not nodes and (growth.announced or not complete):
+                continue
+            growth.announced = complete
+            self._events.append(
+                Grown(
+                    session_id=growth.session_id,
+                    nodes=nodes,
+                    committed_length=growth.tree.committed_length,
+                    complete=complete,
+                    queue_ns=max(0, growth.queue_ns),
+                    forward_ns=growth.forward_ns,
+                    total_ns=max(0, now - growth.arrived_ns),
+                )
+            )
+            growth.forward_ns = 0
+        if self._events:
+            events, self._events = self._events, []
+            deliver(events)
+
+    # Ends of sessions.
+
+    def _fail(self, session_id: str, error: Exception) -> None:
+        if not isinstance(error, GraftreeError):
+            kind = str(error) if isinstance(error, BadAnswer) else type(error).__name__
+            self.faults[kind] += 1
+            if self.faults[kind] == 1:
+                log.warning("the drafter failed; its session goes on without it", kind=kind)
+            error = GraftreeError(f"the drafter failed: {kind}")
+        self._forget(session_id)
+        self._events.append(Failed(session_id, error))
+
+    def _forget(self, session_id: str) -> None:
+        if self._growths.pop(session_id, None) is None:
+            return
+        try:
+            self._drafter.close(session_id)
+        except Exception as error:
+            self.faults[f"close: {type(error).__name__}"] += 1

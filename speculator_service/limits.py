@@ -1,0 +1,84 @@
+"""`Limits`: what a speculator pod takes, and the check of what a router sends against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graftree.errors import ContextTooLong, InvalidArgument
+from graftree.sampling import SamplingParams
+from graftree.tree import root_id
+from graftree.v1 import speculation_pb2
+from speculator_service.drafters.base import DraftSession
+from speculator_service.living_tree import LivingTree
+
+MAX_SESSION_ID = 128  # characters
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most sessions of the pod, nodes and depth of a tree, children of a node; and the drafter's own limits.
+
+    Attributes:
+        vocab_size: tokens the drafter can draft; 0 = any.
+        max_context: longest sequence the drafter looks at; 0 = any.
+    """
+
+    max_sessions: int
+    max_nodes: int
+    max_depth: int
+    branching: int
+    vocab_size: int = 0
+    max_context: int = 0
+
+    def session(self, key: str, request: speculation_pb2.DraftOpen) -> DraftSession:
+        """Check an open and take it over under the pod's own key.
+
+        Raises:
+            InvalidArgument: names the field, the value and the limit.
+            ContextTooLong: more tokens than the drafter's context.
+        """
+        if not 1 <= len(request.session_id) <= MAX_SESSION_ID:
+            raise InvalidArgument("session_id", len(request.session_id), f"1 to {MAX_SESSION_ID} characters")
+        if not request.vocab_size:
+            raise InvalidArgument("vocab_size", 0, "at least 1")
+        if not request.token_ids:
+            raise InvalidArgument("token_ids", 0, "at least one token")
+        check_tokens(request.token_ids, request.vocab_size)
+        length = len(request.token_ids)
+        if request.prompt_tokens > length:
+            raise InvalidArgument("prompt_tokens", request.prompt_tokens, f"at most the {length} tokens sent")
+        if self.max_context and length > self.max_context:
+            raise ContextTooLong("token_ids", length, f"at most the drafter's context of {self.max_context} tokens")
+        sampling = SamplingParams.from_proto(request.sampling)
+        sampling.validate(vocab_size=request.vocab_size)
+        return DraftSession(
+            session_id=key,
+            root_id=root_id(request.salt, request.token_ids),
+            token_ids=tuple(request.token_ids),
+            prompt_tokens=request.prompt_tokens,
+            sampling=sampling,
+            vocab_size=min(request.vocab_size, self.vocab_size or request.vocab_size),
+            max_length=request.max_length,
+            max_nodes=min(request.max_nodes or self.max_nodes, self.max_nodes),
+            branching=self.branching,
+        )
+
+    def tree(self, session: DraftSession, max_depth: int) -> LivingTree:
+        """The session's tree, with its root alone; `max_depth` as the router asked, 0 = the pod's own."""
+        # The last token whose children can be drafted is the last one of the drafter's context.
+        beyond = self.max_context + 1 if self.max_context else session.max_length
+        return LivingTree(
+            session.root_id,
+            len(session.token_ids),
+            max_nodes=session.max_nodes,
+            max_depth=min(max_depth or self.max_depth, self.max_depth),
+            max_position=min(session.max_length, beyond),
+            vocab_size=session.vocab_size,
+        )
+
+
+def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidArgument: a token id outside the vocabulary."""
+    if max(token_ids) >= vocab_size:
+        raise InvalidArgument("token_ids", max(token_ids), f"below the vocabulary size {vocab_size}")
