@@ -166,6 +166,11 @@ class SessionStore:
         with translated():
             await self._release.run(self.redis, _keys(session_id)[:1], (epoch,))
 
+    async def ping(self) -> None:
+        """Raises Unavailable if Redis does not answer."""
+        with translated():
+            await self.redis.ping()
+
     def _commit_arguments(self, commit: Commit, lease: int) -> list[Argument]:
         arguments: list[Argument] = [
             commit.epoch,

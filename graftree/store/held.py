@@ -1,0 +1,99 @@
+"""`HeldSession`: a session as its router holds it, and how much of it Redis has acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from graftree.errors import GraftreeError
+from graftree.store.sessions import Commit, SessionRecord
+
+
+class Durability(Enum):
+    """What a commit's return means: written to Redis, or kept in memory until Redis is back."""
+
+    DURABLE = "durable"
+    DEGRADED = "degraded"
+
+
+Waiter = asyncio.Future[Durability]
+
+
+@dataclass(eq=False)
+class HeldSession:
+    """Attributes:
+    record: as it was created or acquired, without output. None: known from its commits only, so that it
+        cannot be written again.
+    base: output tokens before output[0].
+    output: the output, as far as it is held.
+    saved: output tokens that Redis has.
+    finished, finish_saved: nothing follows; Redis knows that.
+    touched: event loop time of the last acknowledged write.
+    waiters: of commits that no round trip has taken yet.
+    error: why it cannot go on here.
+    """
+
+    session_id: str
+    epoch: int
+    owner: str
+    record: SessionRecord | None
+    base: int
+    output: list[int]
+    saved: int
+    finished: bool = False
+    finish_saved: bool = False
+    touched: float = 0.0
+    waiters: list[Waiter] = field(default_factory=list)
+    error: GraftreeError | None = None
+
+    @classmethod
+    def of(cls, record: SessionRecord, *, saved: int) -> HeldSession:
+        bare = replace(record, token_ids=(), finished=False)
+        output = list(record.token_ids)
+        return cls(record.session_id, record.epoch, record.owner, bare, 0, output, saved, record.finished)
+
+    @classmethod
+    def from_commit(cls, commit: Commit) -> HeldSession:
+        return cls(commit.session_id, commit.epoch, commit.owner, None, commit.length, [], commit.length)
+
+    @property
+    def length(self) -> int:
+        return self.base + len(self.output)
+
+    @property
+    def unfinished_business(self) -> bool:
+        """Whether Redis has yet to learn that it finished."""
+        return self.finished and not self.finish_saved and self.error is None
+
+    def unsaved(self) -> Commit:
+        """What Redis lacks; may be no tokens."""
+        tokens = tuple(self.output[self.saved - self.base :])
+        return Commit(self.session_id, self.epoch, self.saved, tokens, self.finished, self.owner)
+
+    def whole(self, commit: Commit) -> Commit:
+        """All that Redis would have after `commit`, with the record: for a Redis that lost it."""
+        end = commit.length + len(commit.token_ids)
+        return replace(commit, length=0, token_ids=tuple(self.output[:end]), record=self.record)
+
+    def saw(self, commit: Commit, now: float) -> None:
+        """Redis has acknowledged `commit`."""
+        self.saved = max(self.saved, commit.length + len(commit.token_ids))
+        self.finish_saved = self.finish_saved or commit.finished
+        self.touched = now
+
+
+@dataclass(frozen=True)
+class Share:
+    """One session's part of a round trip, and who waits for it."""
+
+    session: HeldSession
+    commit: Commit
+    waiters: list[Waiter]
+
+
+def fail(waiters: Iterable[Waiter], error: GraftreeError) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(error)
