@@ -17,7 +17,6 @@ from speculator_service.limits import Limits
 from speculator_service.service import REVISION, SpeculationService
 
 _NAME = speculation_pb2.DESCRIPTOR.services_by_name["SpeculationService"].full_name
-_DRAIN_POLL_SECONDS = 0.02
 
 
 class SpeculatorPod(Pod[SpeculatorConfig]):
@@ -81,12 +80,8 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
 
     async def drain(self) -> None:
         """Wait until the routers have closed their sessions; they go on without this pod."""
-        service = self._service
-        if service is None:
-            return
-        service.start_draining()
-        while service.sessions:
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if self._service is not None:
+            await self._service.drain()
 
     async def close(self) -> None:
         if self._service is not None:

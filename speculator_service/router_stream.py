@@ -33,6 +33,7 @@ class RouterStream:
         limits: what is taken.
         admits: whether the pod takes one more session.
         load: the pod's load now.
+        left: called when sessions have ended.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class RouterStream:
         *,
         admits: Callable[[], bool],
         load: Callable[[], common_pb2.PodLoad],
+        left: Callable[[], None],
     ) -> None:
         self._name, self._engine, self._limits = name, engine, limits
-        self._admits, self._load = admits, load
+        self._admits, self._load, self._left = admits, load, left
         self._outbox: Outbox[Grown | common_pb2.SessionFailure | common_pb2.PodLoad] = Outbox(credits=0)
         self._vocab_sizes: dict[str, int] = {}  # of the sessions open, by the router's id
         self._complained: set[str] = set()  # reasons logged, once each
@@ -81,6 +83,7 @@ class RouterStream:
         self._engine.submit([Close(self._key(session_id)) for session_id in self._vocab_sizes])
         self._vocab_sizes.clear()
         self._outbox.close()
+        self._left()
 
     def deliver(self, event: Event) -> None:
         """Queue an event of one of this stream's sessions."""
@@ -135,6 +138,7 @@ class RouterStream:
     def _drop(self, session_id: str, operations: list[Operation]) -> None:
         if self._vocab_sizes.pop(session_id, None) is not None:
             operations.append(Close(self._key(session_id)))
+            self._left()
 
     def _open(self, request: speculation_pb2.DraftOpen, arrived_ns: int, operations: list[Operation]) -> None:
         self._drop(request.session_id, operations)  # opened anew
@@ -158,6 +162,7 @@ class RouterStream:
 
     def _give_up(self, session_id: str, error: GraftreeError) -> None:
         self._vocab_sizes.pop(session_id, None)
+        self._left()
         self._outbox.put(to_failure(session_id, error))
         if error.reason not in self._complained:
             self._complained.add(error.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 
@@ -32,6 +33,7 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
         self._numbers = count(1)
         self._engine: Engine | None = None
         self.draining = False
+        self._empty = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
         """Use this engine; its events come to `deliver`."""
@@ -49,13 +51,19 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
             if stream is not None:
                 stream.deliver(event)
 
-    def start_draining(self) -> None:
-        """Take no new sessions and tell every router."""
+    async def drain(self) -> None:
+        """Take no new sessions, tell every router, and wait until they have closed theirs."""
         self.draining = True
         for stream in self._streams.values():
             stream.tell_load()
+        self._left()
+        await self._empty.wait()
 
-    async def Speculate(  # noqa: N802 - the name is the contract's
+    def _left(self) -> None:
+        if self.draining and not self.sessions:
+            self._empty.set()
+
+    async def Speculate(
         self,
         request_iterator: AsyncIterator[speculation_pb2.SpeculateRequest],
         context: grpc.aio.ServicerContext,
@@ -70,7 +78,7 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
         except (InvalidArgument, Incompatible, Unavailable) as error:
             await abort(context, error)
         name = str(next(self._numbers))
-        stream = RouterStream(name, self._engine, self._limits, admits=self._admits, load=self._load)
+        stream = RouterStream(name, self._engine, self._limits, admits=self._admits, load=self._load, left=self._left)
         self._streams[name] = stream
         try:
             await context.write(speculation_pb2.SpeculateResponse(hello=self._hello, load=self._load()))
