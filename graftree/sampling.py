@@ -289,7 +289,8 @@ def pick(log_probs: Floats, params: SamplingParams, position: int) -> int:
         return int(np.argmax(log_probs))
     assert params.seed is not None, "whoever opens a session draws its seed"
     candidates = np.flatnonzero(log_probs > -math.inf)
-    return int(candidates[np.argmax(log_probs[candidates] + noise.gumbel(params.seed, position, candidates))])
+    kept = log_probs if candidates.size == log_probs.size else log_probs[candidates]
+    return int(candidates[np.argmax(kept + noise.gumbel(params.seed, position, candidates))])
 
 
 def choose(logits: NDArray[Any], params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()) -> int:
@@ -317,7 +318,7 @@ def describe(logits: ArrayLike, token_id: int, alternatives: int = 0) -> TokenLo
     log_probs = log_softmax(np.asarray(logits, dtype=np.float64))
     own = log_probs[token_id]
     rank = 1 + int((log_probs > own).sum()) + int((log_probs[:token_id] == own).sum())
-    best = _best_first(log_probs, min(alternatives, log_probs.size))
+    best = _best_first(log_probs, alternatives)
     return TokenLogProb(token_id, float(own), rank, tuple((int(token), float(log_probs[token])) for token in best))
 
 
@@ -349,7 +350,7 @@ def _penalise(scores: Floats, params: SamplingParams, context: SamplingContext, 
 def _nucleus(log_probs: Floats, top_p: float) -> Floats:
     """Keep the most likely tokens, in order, while those before them hold less than `top_p`."""
     for size in (_HEAD, log_probs.size):
-        order = _best_first(log_probs, min(size, log_probs.size))
+        order = _best_first(log_probs, size)
         reached = np.cumsum(np.exp(log_probs[order]))
         if reached[-1] >= top_p:
             break
@@ -360,10 +361,11 @@ def _nucleus(log_probs: Floats, top_p: float) -> Floats:
 
 
 def _best_first(log_probs: Floats, count: int) -> NDArray[np.intp]:
-    """Ids of the `count` most likely tokens, ties by id."""
-    if count == 0:
-        return np.empty(0, dtype=np.intp)
-    candidates = np.flatnonzero(log_probs >= np.partition(log_probs, -count)[-count])
+    """Ids of the `count` most likely tokens that are left, ties by id."""
+    candidates = np.flatnonzero(log_probs > -math.inf)
+    if count < candidates.size:
+        threshold = np.partition(log_probs, -count)[-count] if count else math.inf
+        candidates = np.flatnonzero(log_probs >= threshold)
     return candidates[np.argsort(-log_probs[candidates], kind="stable")][:count]
 
 
