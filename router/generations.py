@@ -1,0 +1,116 @@
+"""`Generations`: every generation of this router by request id; admission, joining, replay and the end of all."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from graftree.config import RouterConfig
+from graftree.errors import AlreadyExists, ResourceExhausted, Unavailable
+from graftree.store.sessions import SessionStore
+from graftree.text.tokenizer import Tokenizer
+from graftree.v1.generation_pb2 import GenerateRequest
+from router import request as requests
+from router.generation import Generation
+from router.session import Tools
+
+MAX_REPLAYS = 1024  # finished generations kept, whatever replay_seconds says
+
+
+class Generations:
+    """Used on one event loop.
+
+    Args:
+        identifiers: where ids of requests without one are drawn from.
+    """
+
+    def __init__(
+        self, config: RouterConfig, *, tokenizer: Tokenizer, store: SessionStore, tools: Tools, identifiers: Random
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._store = store
+        self._tools = tools
+        self._identifiers = identifiers
+        self._running: dict[str, Generation] = {}
+        self._replays: dict[str, Generation] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    def __len__(self) -> int:
+        """Generations under way."""
+        return len(self._running)
+
+    def start(self, message: GenerateRequest) -> Generation:
+        """A new generation, or the one under this request id.
+
+        Raises:
+            InvalidArgument: names the field that is out of range.
+            AlreadyExists: the id is in use for a different request.
+            ResourceExhausted: max_requests are under way.
+            Unavailable: the router is going away.
+        """
+        metrics = self._tools.metrics
+        metrics.requests += 1
+        identifier = requests.request_id(message, self._identifiers)
+        requests.check(message, self._config)
+        known = self._running.get(identifier) or self._replays.get(identifier)
+        if known is not None:
+            if known.digest != requests.digest(message):
+                raise AlreadyExists(f"request {identifier} exists and is a different one")
+            metrics.attached += 1
+            return known
+        if self._draining:
+            raise Unavailable("this router is going away; ask another")
+        if len(self._running) >= self._config.max_requests:
+            metrics.refused += 1
+            raise ResourceExhausted(f"{len(self._running)} requests are under way, the most this router takes")
+        generation = Generation(
+            identifier,
+            message,
+            tokenizer=self._tokenizer,
+            store=self._store,
+            tools=self._tools,
+            over=self._over,
+        )
+        self._running[identifier] = generation
+        return generation
+
+    async def drain(self) -> None:
+        """Take no new requests; wait for those under way."""
+        self._draining = True
+        while tasks := [generation.task for generation in self._running.values()]:
+            await asyncio.wait(tasks)
+        await self._all_left()
+
+    async def close(self) -> None:
+        """End what still runs."""
+        self._draining = True
+        for generation in list(self._running.values()):
+            generation.cancel(Unavailable("this router is going away; ask another"))
+        await self._all_left()
+        self._replays.clear()
+
+    async def _all_left(self) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
+    def _over(self, generation: Generation) -> None:
+        self._running.pop(generation.identifier, None)
+        # Its record is given back by the task, which may still be on its way out.
+        self._leaving.add(generation.task)
+        generation.task.add_done_callback(self._leaving.discard)
+        metrics = self._tools.metrics
+        if not generation.finished:
+            metrics.failed += 1
+            return
+        metrics.finished += 1
+        if self._config.replay_seconds > 0:
+            while len(self._replays) >= MAX_REPLAYS:
+                self._replays.pop(next(iter(self._replays)))
+            self._replays[generation.identifier] = generation
+            asyncio.get_running_loop().call_later(self._config.replay_seconds, self._expire, generation)
+
+    def _expire(self, generation: Generation) -> None:
+        if self._replays.get(generation.identifier) is generation:
+            del self._replays[generation.identifier]

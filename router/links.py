@@ -1,0 +1,289 @@
+"""`VerifierLink` and `SpeculatorLink`: one long stream to one pod, shared by all sessions that use it.
+
+What sessions queue in one turn of the event loop travels in one message; what the pod sends is handed to its
+session at once. Credits keep both sides from piling up messages that the other has no time for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from graftree.errors import GraftreeError, Incompatible, Unavailable
+from graftree.rpc.options import CHANNEL_OPTIONS
+from graftree.rpc.outbox import Outbox
+from graftree.rpc.status import from_failure, from_rpc
+from graftree.store.registry import PodRecord
+from graftree.v1 import speculation_pb2_grpc, verification_pb2_grpc
+from graftree.v1.common_pb2 import PodLoad, SessionFailure, StreamHello
+from graftree.v1.speculation_pb2 import DraftCommit, DraftOpen, SpeculateRequest, SpeculateResponse, TreeDelta
+from graftree.v1.verification_pb2 import Verdict, VerifyOpen, VerifyRequest, VerifyResponse, VerifyStep
+from router.metrics import Metrics
+
+REVISION = 1
+CREDITS = 64
+
+
+class Member(Protocol):
+    """A session's place on a link."""
+
+    def failed(self, error: GraftreeError) -> None:
+        """The pod gave this session up, or is gone. Called at most once."""
+
+
+class VerifierMember(Member, Protocol):
+    def answered(self, verdict: Verdict) -> None:
+        """Raises InvalidArgument for a verdict that cannot be right."""
+
+
+class SpeculatorMember(Member, Protocol):
+    def drafted(self, delta: TreeDelta) -> None:
+        """Raises InvalidTree for a delta that breaks an invariant."""
+
+
+M = TypeVar("M", bound=Member)
+
+# How grpc.aio says that a stream is over; CancelledError stands for the status CANCELLED too, whoever set it.
+_BROKEN = (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError)
+
+
+def _raise_if_cancelled(error: BaseException) -> None:
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+class Link(ABC, Generic[M]):
+    """A stream to one pod.
+
+    Args:
+        record: where the pod is, from the registry.
+        hello: this router's.
+        connect_timeout: longest wait for the pod's hello, in seconds.
+
+    Attributes:
+        hello: the pod's own, once connected.
+        load: its last word on itself.
+        on_draining: called when that changes.
+        members: wire id -> session.
+    """
+
+    def __init__(self, record: PodRecord, hello: StreamHello, connect_timeout: float, metrics: Metrics) -> None:
+        self.record = record
+        self.hello = StreamHello()
+        self.load = PodLoad()
+        self.members: dict[str, M] = {}
+        self.metrics = metrics
+        self.connected = False
+        self.on_draining: Callable[[], None] = lambda: None
+        self._own_hello = hello
+        self._connect_timeout = connect_timeout
+        self._outbox: Outbox[Any] = Outbox()
+        self._owed = 0  # credits to give back
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+
+    @property
+    def draining(self) -> bool:
+        return self.load.draining or self.record.draining
+
+    @property
+    def sessions(self) -> int:
+        """Sessions on the pod: its own figure, or ours where that is newer."""
+        return max(self.load.sessions, len(self.members))
+
+    @property
+    def full(self) -> bool:
+        limit = self.load.max_sessions or self.record.max_sessions
+        return bool(limit) and self.sessions >= limit
+
+    @abstractmethod
+    def _start_call(self, channel: grpc.aio.Channel) -> Any: ...
+
+    @abstractmethod
+    def _message(self, items: Sequence[Any], credits: int) -> Any: ...
+
+    @abstractmethod
+    def _dispatch(self, message: Any) -> None:
+        """Hand a message to its sessions."""
+
+    @abstractmethod
+    def _hello_message(self, hello: StreamHello, credits: int) -> Any: ...
+
+    async def connect(self) -> None:
+        """Open the stream and exchange hellos.
+
+        Raises:
+            Unavailable: no hello in time.
+            Incompatible: another protocol revision.
+        """
+        self._channel = grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS)
+        self._call = self._start_call(self._channel)
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                await self._call.write(self._hello_message(self._own_hello, CREDITS))
+                first = await self._call.read()
+        except TimeoutError:
+            raise Unavailable(f"{self.record.address}: no hello within {self._connect_timeout} s") from None
+        except _BROKEN as error:
+            _raise_if_cancelled(error)
+            raise await self._reason(error) from None
+        if first is grpc.aio.EOF:
+            raise await self._reason(None)
+        if not first.HasField("hello") or first.hello.revision != REVISION:
+            revision = first.hello.revision if first.HasField("hello") else "none"
+            raise Incompatible(f"{self.record.address}: protocol revision {revision}, this router speaks {REVISION}")
+        self.hello = first.hello
+        if first.HasField("load"):
+            self.load = first.load
+        self.connected = True
+
+    async def serve(self) -> None:
+        """Carry messages until the stream ends; then every session on it has failed.
+
+        Raises:
+            Unavailable: the stream ended.
+            InvalidArgument: the pod sent something that cannot be right.
+        """
+        writer = asyncio.create_task(self._write())
+        error: GraftreeError = Unavailable(f"{self.record.pod_id}: link closed")
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.HasField("load"):
+                    self._take_load(message.load)
+                self._dispatch(message)
+                self._owed += 1
+                if self._owed >= CREDITS // 2:
+                    self._outbox.put(None)  # nothing to say but the credits
+            error = await self._reason(None)
+            raise error
+        except _BROKEN as broken:
+            _raise_if_cancelled(broken)
+            error = await self._reason(broken)
+            raise error from None
+        except GraftreeError as offence:
+            error = offence
+            raise
+        finally:
+            self.connected = False
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            self._fail_all(Unavailable(f"{self.record.pod_id} is gone: {error}"))
+
+    async def close(self) -> None:
+        """End the stream. Sessions still on it fail."""
+        self.connected = False
+        self._fail_all(Unavailable(f"{self.record.pod_id}: link closed"))
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def leave(self, wire_id: str) -> None:
+        """Forget a session here and, at once, on the pod."""
+        if self.members.pop(wire_id, None) is not None and self.connected:
+            self._outbox.put(wire_id)
+
+    def _take_load(self, load: PodLoad) -> None:
+        before, self.load = self.draining, load
+        if self.draining != before:
+            self.on_draining()
+
+    def _fail_all(self, error: GraftreeError) -> None:
+        members, self.members = self.members, {}
+        for member in members.values():
+            member.failed(error)
+
+    def _failures(self, failures: Sequence[SessionFailure]) -> None:
+        for failure in failures:
+            member = self.members.pop(failure.session_id, None)
+            if member is not None:
+                member.failed(from_failure(failure))
+
+    async def _write(self) -> None:
+        with contextlib.suppress(*_BROKEN):  # the reader says why
+            while items := await self._outbox.take():
+                credits, self._owed = self._owed, 0
+                await self._call.write(self._message(items, credits))
+
+    async def _reason(self, error: BaseException | None) -> GraftreeError:
+        """Why the stream ended, as Unavailable unless the pod said something else."""
+        if isinstance(error, grpc.RpcError):
+            reason = from_rpc(error)
+        else:
+            code, details = await self._call.code(), await self._call.details()
+            reason = Unavailable(f"stream ended: {code.name} {details or ''}".rstrip())
+        return reason if isinstance(reason, Incompatible) else Unavailable(f"{self.record.address}: {reason}")
+
+
+class VerifierLink(Link[VerifierMember]):
+    """The stream to one verifier."""
+
+    def join(self, member: VerifierMember, opening: VerifyOpen) -> None:
+        self.members[opening.session_id] = member
+        self._outbox.put(opening)
+
+    def step(self, step: VerifyStep) -> None:
+        self._outbox.put(step)
+
+    def _start_call(self, channel: grpc.aio.Channel) -> Any:
+        return verification_pb2_grpc.VerificationServiceStub(channel).Verify()
+
+    def _hello_message(self, hello: StreamHello, credits: int) -> VerifyRequest:
+        return VerifyRequest(hello=hello, credits=credits)
+
+    def _message(self, items: Sequence[Any], credits: int) -> VerifyRequest:
+        return VerifyRequest(
+            opens=[item for item in items if isinstance(item, VerifyOpen)],
+            steps=[item for item in items if isinstance(item, VerifyStep)],
+            closes=[item for item in items if isinstance(item, str)],
+            credits=credits,
+        )
+
+    def _dispatch(self, message: VerifyResponse) -> None:
+        for verdict in message.verdicts:
+            member = self.members.get(verdict.session_id)
+            if member is None:
+                self.metrics.late_verdicts += 1
+            else:
+                member.answered(verdict)
+        self._failures(message.failures)
+
+
+class SpeculatorLink(Link[SpeculatorMember]):
+    """The stream to one speculator."""
+
+    def join(self, member: SpeculatorMember, opening: DraftOpen) -> None:
+        self.members[opening.session_id] = member
+        self._outbox.put(opening)
+
+    def commit(self, commit: DraftCommit) -> None:
+        self._outbox.put(commit)
+
+    def _start_call(self, channel: grpc.aio.Channel) -> Any:
+        return speculation_pb2_grpc.SpeculationServiceStub(channel).Speculate()
+
+    def _hello_message(self, hello: StreamHello, credits: int) -> SpeculateRequest:
+        return SpeculateRequest(hello=hello, credits=credits)
+
+    def _message(self, items: Sequence[Any], credits: int) -> SpeculateRequest:
+        return SpeculateRequest(
+            opens=[item for item in items if isinstance(item, DraftOpen)],
+            commits=[item for item in items if isinstance(item, DraftCommit)],
+            closes=[item for item in items if isinstance(item, str)],
+            credits=credits,
+        )
+
+    def _dispatch(self, message: SpeculateResponse) -> None:
+        for delta in message.deltas:
+            member = self.members.get(delta.session_id)
+            if member is None:
+                self.metrics.late_deltas += 1
+            else:
+                member.drafted(delta)
+        self._failures(message.failures)

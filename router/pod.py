@@ -1,0 +1,149 @@
+"""`RouterPod`: the public tier's process: tokenizer, links to the other tiers, sessions, service."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import structlog
+
+from graftree.config import RouterConfig
+from graftree.errors import InvalidArgument
+from graftree.pod import Adder, Pod
+from graftree.store.committer import Committer
+from graftree.store.registry import PodRecord
+from graftree.store.sessions import SessionStore
+from graftree.text.detokenize import Detokenizer
+from graftree.text.tokenizer import Tokenizer
+from graftree.v1 import generation_pb2, generation_pb2_grpc
+from router.generations import Generations
+from router.metrics import Metrics
+from router.pods import Pods
+from router.service import GenerationServicer
+from router.session import Tools
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+RECORD_SECONDS = 3600.0  # how long a session's record outlives its last commit
+STANDIN = "standin:"
+
+log = structlog.get_logger(__name__)
+
+
+class RouterPod(Pod[RouterConfig]):
+    """`GenerationService` over the verifiers and speculators that the registry knows.
+
+    Args:
+        random_source: for seeds, salts, request ids and jitter; by default the system's.
+    """
+
+    tokenizer: Tokenizer
+    pods: Pods
+    generations: Generations
+
+    def __init__(self, config: RouterConfig, *, random_source: random.Random | None = None) -> None:
+        super().__init__(config)
+        self.metrics = Metrics()
+        self._random = random_source or random.SystemRandom()
+        self._committer: Committer | None = None
+
+    async def load(self) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            InvalidArgument: `model` names none.
+        """
+        config = self.config
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, tokenizer_uri(config.model))
+        store = SessionStore(self.redis, ttl_seconds=RECORD_SECONDS)
+        self._committer = Committer(store, time.monotonic, lease_seconds=config.lease_seconds)
+        self.pods = Pods(
+            self.registry,
+            config,
+            vocab_fingerprint=self.tokenizer.vocab_fingerprint,
+            metrics=self.metrics,
+            random=self._random,
+        )
+        tools = Tools(
+            config=config,
+            pods=self.pods,
+            committer=self._committer,
+            metrics=self.metrics,
+            detokenizer=partial(Detokenizer, self.tokenizer),
+            random=self._random,
+        )
+        self.generations = Generations(
+            config, tokenizer=self.tokenizer, store=store, tools=tools, identifiers=self._random
+        )
+
+    def services(self) -> list[tuple[str, Adder]]:
+        servicer = GenerationServicer(
+            self.config.model, generations=self.generations, pods=self.pods, tokenizer=self.tokenizer
+        )
+        return [(SERVICE, partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer))]
+
+    def record(self) -> PodRecord:
+        return PodRecord(
+            pod_id=self.config.pod_id,
+            tier="router",
+            kind=self.config.model,
+            address=self.address,
+            vocab_fingerprint=self.tokenizer.vocab_fingerprint,
+            max_sessions=self.config.max_requests,
+            sessions=len(self.generations),
+            draining=self.draining,
+        )
+
+    async def start(self) -> None:
+        """As `Pod.start`; returns once a verifier is linked."""
+        await super().start()
+        verifier = asyncio.create_task(self._first_verifier())
+        waits: list[asyncio.Future[Any]] = [verifier, self.failed]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            verifier.cancel()
+        if self.failed.done():
+            raise self.failed.result()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Ready means that there is a verifier to generate with, too."""
+        await super().set_ready(ready and self.pods.has_verifier)
+
+    async def run(self) -> None:
+        await asyncio.gather(self.pods.watch(), self._follow_verifiers())
+
+    async def drain(self) -> None:
+        await self.generations.drain()
+
+    async def close(self) -> None:
+        if self._committer is None:
+            return  # load() failed
+        await self.generations.close()
+        await self.pods.close()
+        await self._committer.close()
+        log.debug("router closed", **self.metrics.as_dict())
+
+    async def _follow_verifiers(self) -> None:
+        while True:
+            version = self.pods.version
+            if self.pods.has_verifier != self.ready and not self.draining:
+                await self.set_ready(self.pods.has_verifier)
+            await self.pods.changed(version)
+
+    async def _first_verifier(self) -> None:
+        while not self.pods.has_verifier:
+            await self.pods.changed(self.pods.version)
+
+
+def tokenizer_uri(model: str) -> str:
+    """Model whose tokenizer serves `model`: its own, or for a stand-in the byte-level one of the same size."""
+    if not model.startswith(STANDIN):
+        return model
+    vocab = dict(parse_qsl(model.partition("?")[2])).get("vocab", "512")
+    if not vocab.isdecimal():
+        raise InvalidArgument("model", model, "vocab=N, an integer")
+    return f"random:llama?vocab={vocab}"

@@ -1,0 +1,55 @@
+"""`GenerationServicer`: the public service over `Generations`."""
+
+from __future__ import annotations
+
+import grpc
+
+from graftree.errors import GraftreeError
+from graftree.rpc.status import abort
+from graftree.text.tokenizer import Tokenizer
+from graftree.v1 import generation_pb2 as pb
+from graftree.v1 import generation_pb2_grpc
+from router.generations import Generations
+from router.pods import Pods
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """graftree.v1.GenerationService.
+
+    Args:
+        model: name that clients see.
+    """
+
+    def __init__(self, model: str, *, generations: Generations, pods: Pods, tokenizer: Tokenizer) -> None:
+        self._model = model
+        self._generations = generations
+        self._pods = pods
+        self._tokenizer = tokenizer
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        """Streams one generation; see protos/graftree/v1/generation.proto."""
+        try:
+            with self._generations.start(request).reading() as events:
+                async for event in events.follow():
+                    await context.write(event)
+        except GraftreeError as error:
+            await abort(context, error)
+
+    async def GetModelInfo(
+        self,
+        request: pb.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
+    ) -> pb.GetModelInfoResponse:
+        """The model and its limits (0 while no verifier has been seen), and the pods."""
+        identity = self._pods.identity
+        return pb.GetModelInfoResponse(
+            model=self._model,
+            model_fingerprint=identity.model_fingerprint,
+            vocab_size=identity.vocab_size,
+            max_context=identity.max_context,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            has_chat_template=self._tokenizer.has_chat_template,
+            pods=self._pods.infos(),
+        )

@@ -1,0 +1,315 @@
+"""`Session`: one generation, from its record in Redis to its last token. The round loop is `run`.
+
+    tree ──► verify step ──► verdict ──► stop conditions ──► re-root ──► next verify step
+                                                                └─► speculators └─► Redis ──► client
+
+The verifier decides every token, so losing it costs a recomputation elsewhere, at the same token; speculators
+decide nothing. A token reaches the client behind its commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import structlog
+
+from graftree.config import RouterConfig
+from graftree.errors import (
+    GraftreeError,
+    LeaseLost,
+    NotFound,
+    NoVerifier,
+    ResourceExhausted,
+    Stale,
+    Unavailable,
+)
+from graftree.store.committer import Committer, Durability
+from graftree.store.sessions import Commit, SessionRecord
+from graftree.tree import TokenTree
+from graftree.v1 import generation_pb2 as pb
+from graftree.v1.verification_pb2 import Verdict
+from router.drafts import Drafts
+from router.events import EventLog
+from router.figures import Figures
+from router.metrics import Metrics
+from router.pods import Pods
+from router.request import GenerationPlan
+from router.stops import Delivery, Finish, Stopper, TextSource
+from router.verifier_seat import VerifierSeat
+
+MAX_TRIES = 8  # openings without a verdict in between
+RETRY_SECONDS = (0.02, 1.0)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the sessions of one router share.
+
+    Attributes:
+        detokenizer: prompt ids -> where text comes from.
+        random: for salts and jitter.
+        clock_ns: monotonic nanoseconds.
+    """
+
+    config: RouterConfig
+    pods: Pods
+    committer: Committer
+    metrics: Metrics
+    detokenizer: Callable[[Sequence[int]], TextSource]
+    random: Random
+    clock_ns: Callable[[], int] = time.monotonic_ns
+
+
+class Session:
+    """One generation.
+
+    Args:
+        events: where its events go.
+        record: its record in Redis, as it was created or acquired.
+        arrived_ns: when the request came, by `Tools.clock_ns`.
+    """
+
+    def __init__(
+        self, plan: GenerationPlan, record: SessionRecord, tools: Tools, events: EventLog, arrived_ns: int
+    ) -> None:
+        self._plan = plan
+        self._record = record
+        self._tools = tools
+        self._events = events
+        self._config = tools.config
+        self._metrics = tools.metrics
+        self._figures = Figures(tools.clock_ns, arrived_ns)
+        self._token_ids = list(plan.prompt_token_ids)
+        self._stopper = Stopper(plan.stops, tools.detokenizer(plan.prompt_token_ids))
+        self._wire_ids = _wire_ids(plan.request_id)
+        self._vocab_size = tools.pods.limits.vocab_size
+        self._drafts = Drafts(
+            plan,
+            self._token_ids,
+            pods=tools.pods,
+            salt=record.salt,
+            vocab_size=self._vocab_size,
+            wire_ids=self._wire_ids,
+            wait_seconds=tools.config.draft_wait_ms / 1000,
+            metrics=tools.metrics,
+        )
+        self._verifier: VerifierSeat | None = None
+        self._tree = TokenTree(0)
+        self._tries = 0
+        self._avoid: set[str] = set()
+
+    async def run(self) -> None:
+        """Generate to the end.
+
+        Raises:
+            GraftreeError: it cannot go on.
+        """
+        try:
+            await self._reach_verifier()
+            self._drafts.seat()
+            self._send_step(TokenTree(0))
+            self._events.append(self._started())
+            while True:
+                verdict = await self._verdict()
+                delivery = self._stopper.take(verdict.token_ids)
+                token_ids = list(verdict.token_ids[: delivery.count])
+                self._count(verdict, delivery)
+                commit = self._commit(token_ids, delivery.finish)
+                if delivery.finish is None:
+                    await self._next_step(token_ids)
+                else:
+                    self.close()
+                await self._durable(commit)
+                self._deliver(verdict, delivery)
+                if delivery.finish is not None:
+                    self._events.append(self._finished(delivery.finish))
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Forget the session on every pod, at once."""
+        if self._verifier is not None:
+            self._verifier.close()
+            self._verifier = None
+        self._drafts.close()
+
+    # Verifying.
+
+    async def _reach_verifier(self) -> None:
+        link = await self._tools.pods.some_verifier(self._avoid)
+        if link.hello.model_fingerprint != self._record.model_fingerprint:
+            raise Unavailable("the verifiers serve another model than the one that began this generation")
+        self._verifier = VerifierSeat(
+            link,
+            self._plan,
+            self._token_ids,
+            wire_id=next(self._wire_ids),
+            epoch=self._record.epoch,
+            salt=self._record.salt,
+            vocab_size=self._vocab_size,
+        )
+
+    def _send_step(self, tree: TokenTree) -> None:
+        assert self._verifier is not None, "a verifier was reached"
+        self._tree = tree
+        self._verifier.step(tree, len(self._token_ids))
+
+    async def _next_step(self, token_ids: Sequence[int]) -> None:
+        """Re-root, send the next step, tell the speculators; in this order unless waiting for them pays."""
+        self._token_ids.extend(token_ids)
+        self._drafts.reroot(token_ids)
+        if self._drafts.worth_waiting():
+            self._drafts.commit(token_ids)
+            await self._drafts.wait()
+            self._send_step(self._drafts.cut())
+        else:
+            self._send_step(self._drafts.cut())
+            self._drafts.commit(token_ids)
+        self._drafts.seat()
+
+    async def _verdict(self) -> Verdict:
+        """The answer to the step under way, from whichever verifier gives it.
+
+        Raises:
+            NoVerifier: none came in time.
+            GraftreeError: a verifier refused the session for good, or MAX_TRIES of them failed it.
+        """
+        while True:
+            try:
+                if self._verifier is None:
+                    await self._reach_verifier()
+                    self._send_step(self._drafts.cut())
+                assert self._verifier is not None, "just reached"
+                verdict = await self._verifier.verdict(self._config.step_timeout_seconds)
+                if verdict.stale:
+                    self._metrics.stale_steps += 1
+                    raise Stale(f"{self._verifier.link.record.pod_id} disagrees about the committed length")
+            except NoVerifier:
+                raise
+            except (Unavailable, NotFound, ResourceExhausted, Stale) as error:
+                await self._lose_verifier(error)
+            else:
+                self._tries = 0
+                self._avoid.clear()
+                return verdict
+
+    async def _lose_verifier(self, error: GraftreeError) -> None:
+        """Give the verifier up and rest a little; raises `error` when it was the last try."""
+        self._tries += 1
+        if self._verifier is not None:
+            log.info("verifier lost", pod=self._verifier.link.record.pod_id, reason=str(error), tries=self._tries)
+            self._avoid.add(self._verifier.link.record.pod_id)
+            self._verifier.close()
+            self._verifier = None
+            self._metrics.failovers += 1
+        if self._tries >= MAX_TRIES:
+            raise error
+        if self._tries > 1 or isinstance(error, ResourceExhausted):
+            pause = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2 ** (self._tries - 1))
+            await asyncio.sleep(pause * self._tools.random.uniform(0.5, 1.5))
+
+    # Committing.
+
+    def _commit(self, token_ids: Sequence[int], finish: Finish | None) -> asyncio.Future[Durability] | None:
+        """Start to write what Redis does not have yet; a resumed generation repeats what it has."""
+        length = len(self._token_ids) - len(self._plan.prompt_token_ids)
+        known = max(0, len(self._record.token_ids) - length)
+        if known >= len(token_ids) and (finish is None or self._record.finished):
+            return None
+        commit = Commit(
+            self._record.session_id,
+            self._record.epoch,
+            length + min(known, len(token_ids)),
+            token_ids[known:],
+            finished=finish is not None,
+            owner=self._record.owner,
+        )
+        writing = asyncio.ensure_future(self._tools.committer.commit(commit))
+        writing.add_done_callback(_retrieve)  # nobody awaits it where the session ends meanwhile
+        return writing
+
+    async def _durable(self, commit: asyncio.Future[Durability] | None) -> None:
+        if commit is None:
+            return
+        begun = self._tools.clock_ns()
+        try:
+            await commit
+        except LeaseLost:
+            raise
+        except GraftreeError as error:
+            # Redis lost or changed the record; the answer is right all the same, only its durability suffers.
+            self._metrics.commit_failures += 1
+            log.warning("commit failed", session=self._record.session_id, reason=str(error))
+        finally:
+            self._figures.commit_ns += self._tools.clock_ns() - begun
+
+    # Telling the client.
+
+    def _count(self, verdict: Verdict, delivery: Delivery) -> None:
+        drafted = len(self._tree)
+        if verdict.tree_error:
+            self._metrics.refused_trees += 1
+            log.warning("verifier refused a tree", session=self._record.session_id, reason=verdict.tree_error)
+            drafted = 0
+        accepted = self._figures.step(verdict, drafted=drafted, delivered=delivery.count)
+        self._metrics.rounds += 1
+        self._metrics.draft_tokens += drafted
+        self._metrics.accepted_tokens += accepted
+        self._metrics.delivered_tokens += delivery.count
+
+    def _deliver(self, verdict: Verdict, delivery: Delivery) -> None:
+        chunk = pb.GenerationChunk(
+            token_ids=verdict.token_ids[: delivery.count],
+            text=delivery.text,
+            log_probs=verdict.log_probs[: delivery.count],
+            offset=self._figures.completion_tokens - delivery.count,
+        )
+        self._events.append(pb.GenerateResponse(chunk=chunk))
+        self._figures.departed()
+
+    def _started(self) -> pb.GenerateResponse:
+        plan = self._plan
+        return pb.GenerateResponse(
+            started=pb.GenerationStarted(
+                request_id=plan.request_id,
+                model=self._config.model,
+                prompt_tokens=len(plan.prompt_token_ids),
+                seed=plan.seed,
+                prompt_token_ids=plan.prompt_token_ids if plan.echo_prompt_token_ids else (),
+            )
+        )
+
+    def _finished(self, finish: Finish) -> pb.GenerateResponse:
+        figures = self._figures
+        return pb.GenerateResponse(
+            finished=pb.GenerationFinished(
+                reason=finish.reason,
+                usage=figures.usage(len(self._plan.prompt_token_ids)),
+                speculation=figures.speculation(
+                    stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)
+                ),
+                timings=figures.timings(),
+                stop_string=finish.stop_string,
+                stop_token_id=finish.stop_token_id,
+            )
+        )
+
+
+def _retrieve(task: asyncio.Future[Durability]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _wire_ids(request_id: str) -> Iterator[str]:
+    """A new name for every opening on any pod: what belongs to an earlier one is told apart by its name."""
+    number = 0
+    while True:
+        number += 1
+        yield f"{request_id}.{number}"

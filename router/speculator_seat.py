@@ -1,0 +1,107 @@
+"""`SpeculatorSeat`: one session's place on one speculator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from graftree.errors import GraftreeError
+from graftree.v1.speculation_pb2 import DraftCommit, DraftOpen, TreeDelta
+from router.links import SpeculatorLink
+from router.request import GenerationPlan
+
+MEMORY = 0.7  # of the latency average
+
+Sink = Callable[["SpeculatorSeat", TreeDelta], None]
+
+
+class SpeculatorSeat:
+    """Sends commits, hands deltas on, and knows how soon after a commit the first delta tends to come.
+
+    Args:
+        wire_id: the session's id on this link.
+        token_ids: prompt and output so far.
+        max_nodes, max_depth: bounds of the living tree.
+        sink: called with every delta; raises InvalidTree for one that breaks an invariant.
+        clock: monotonic seconds.
+
+    Attributes:
+        latency: average seconds from a commit to the first delta grown from it; None = not seen yet.
+        answered: a delta has come since the last commit.
+        error: why the speculator gave the session up, once it has.
+    """
+
+    def __init__(
+        self,
+        link: SpeculatorLink,
+        plan: GenerationPlan,
+        token_ids: Sequence[int],
+        *,
+        wire_id: str,
+        salt: int,
+        vocab_size: int,
+        max_nodes: int,
+        max_depth: int,
+        sink: Sink,
+        clock: Callable[[], float],
+    ) -> None:
+        self.link = link
+        self.latency: float | None = None
+        self.answered = False
+        self.error: GraftreeError | None = None
+        self._wire_id = wire_id
+        self._length = len(token_ids)
+        self._sink = sink
+        self._clock = clock
+        self._committed_at: float | None = None  # an open's first delta says nothing about a commit's
+        link.join(
+            self,
+            DraftOpen(
+                session_id=wire_id,
+                salt=salt,
+                token_ids=token_ids,
+                prompt_tokens=len(plan.prompt_token_ids),
+                sampling=plan.sampling.to_proto(),
+                max_nodes=max_nodes,
+                max_depth=max_depth,
+                vocab_size=vocab_size,
+                max_length=plan.max_length,
+            ),
+        )
+
+    @property
+    def pod_id(self) -> str:
+        return self.link.record.pod_id
+
+    @property
+    def name(self) -> str:
+        """Of this opening: what another one says must not be taken for this one's."""
+        return f"{self.link.record.kind}/{self._wire_id}"
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Tell the speculator what was committed."""
+        self.link.commit(DraftCommit(session_id=self._wire_id, token_ids=token_ids, committed_length=self._length))
+        self._length += len(token_ids)
+        self._committed_at = self._clock()
+        self.answered = False
+
+    def missed(self, waited: float) -> None:
+        """Nothing came within `waited` seconds of a commit."""
+        self._learn(2 * waited)
+
+    def close(self) -> None:
+        self.link.leave(self._wire_id)
+
+    # What the link calls.
+
+    def failed(self, error: GraftreeError) -> None:
+        self.error = error
+
+    def drafted(self, delta: TreeDelta) -> None:
+        if not self.answered and delta.committed_length == self._length:
+            self.answered = True
+            if self._committed_at is not None:
+                self._learn(self._clock() - self._committed_at)
+        self._sink(self, delta)
+
+    def _learn(self, seconds: float) -> None:
+        self.latency = seconds if self.latency is None else MEMORY * self.latency + (1 - MEMORY) * seconds

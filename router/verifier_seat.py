@@ -1,0 +1,124 @@
+"""`VerifierSeat`: one session's place on one verifier, from open to close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from graftree.codec import tree_to_proto
+from graftree.errors import GraftreeError, InvalidArgument, Unavailable
+from graftree.tree import TokenTree
+from graftree.v1.verification_pb2 import Verdict, VerifyOpen, VerifyStep
+from router.links import VerifierLink
+from router.request import GenerationPlan
+
+
+class VerifierSeat:
+    """Sends steps and waits for their verdicts, one at a time.
+
+    Args:
+        wire_id: the session's id on this link; another opening of the session has another.
+        token_ids: prompt and output so far.
+    """
+
+    def __init__(
+        self,
+        link: VerifierLink,
+        plan: GenerationPlan,
+        token_ids: Sequence[int],
+        *,
+        wire_id: str,
+        epoch: int,
+        salt: int,
+        vocab_size: int,
+    ) -> None:
+        self.link = link
+        self.error: GraftreeError | None = None
+        self._wire_id = wire_id
+        self._plan = plan
+        self._vocab_size = vocab_size
+        self._step = 0
+        self._tree = TokenTree(0)
+        self._answer: asyncio.Future[Verdict] | None = None
+        link.join(
+            self,
+            VerifyOpen(
+                session_id=wire_id,
+                epoch=epoch,
+                salt=salt,
+                token_ids=token_ids,
+                prompt_tokens=len(plan.prompt_token_ids),
+                sampling=plan.sampling.to_proto(),
+                max_length=plan.max_length,
+                max_nodes=plan.max_nodes,
+                stop_token_ids=sorted(plan.stops.stop_token_ids),
+                min_new_tokens=plan.stops.min_new_tokens,
+                log_probs=plan.log_probs,
+                alternatives=plan.alternatives,
+            ),
+        )
+
+    def step(self, tree: TokenTree, committed_length: int) -> None:
+        """Send the next verify step."""
+        self._step += 1
+        self._tree = tree
+        self._answer = asyncio.get_running_loop().create_future()
+        if self.error is not None:
+            self._answer.set_exception(self.error)
+            return
+        self.link.step(
+            VerifyStep(
+                session_id=self._wire_id,
+                step=self._step,
+                committed_length=committed_length,
+                tree=tree_to_proto(tree, log_probs=False),
+            )
+        )
+
+    async def verdict(self, timeout: float) -> Verdict:
+        """The answer to the step sent last.
+
+        Raises:
+            Unavailable: none within `timeout` seconds, or the verifier is gone.
+            GraftreeError: the verifier gave the session up.
+        """
+        assert self._answer is not None, "step() comes first"
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._answer
+        except TimeoutError:
+            raise Unavailable(f"{self.link.record.pod_id}: no verdict within {timeout} s") from None
+
+    def close(self) -> None:
+        self.link.leave(self._wire_id)
+
+    # What the link calls.
+
+    def failed(self, error: GraftreeError) -> None:
+        self.error = error
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def answered(self, verdict: Verdict) -> None:
+        if self._answer is None or self._answer.done() or verdict.step != self._step:
+            self.link.metrics.late_verdicts += 1
+            return
+        if not verdict.stale:
+            self._check(verdict)
+        self._answer.set_result(verdict)
+
+    def _check(self, verdict: Verdict) -> None:
+        """Raises InvalidArgument where the verdict does not follow from the tree it answers."""
+        tokens, accepted = verdict.token_ids, verdict.accepted_nodes
+        if len(tokens) != len(accepted) + 1:
+            raise InvalidArgument("verdict.token_ids", len(tokens), f"one more than accepted_nodes, {len(accepted)}")
+        if max(tokens) >= self._vocab_size:
+            raise InvalidArgument("verdict.token_ids", max(tokens), f"below {self._vocab_size}")
+        if self._plan.log_probs and len(verdict.log_probs) != len(tokens):
+            raise InvalidArgument("verdict.log_probs", len(verdict.log_probs), f"one per token, {len(tokens)}")
+        parent = -1
+        for index, (node, token) in enumerate(zip(accepted, tokens, strict=False)):
+            tree = self._tree
+            if node >= len(tree) or tree.parents[node] != parent or tree.token_ids[node] != token:
+                raise InvalidArgument(f"verdict.accepted_nodes[{index}]", node, "a path of the tree that was sent")
+            parent = node
