@@ -26,6 +26,9 @@ from graftree.errors import Unavailable
 
 MANIFEST = "manifest.json"
 
+# Raised when what is built for the same model changes, so that entries made before are made again.
+_FORMAT = 1
+
 
 def cache_directory() -> Path:
     """$GRAFTREE_CACHE, or ~/.cache/graftree."""
@@ -116,16 +119,16 @@ class Cache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or cache_directory()
 
-    def path(self, uri: str) -> Path:
-        """Where the entry of a canonical URI lies, or would lie."""
-        readable = re.sub(r"[^A-Za-z0-9.]+", "-", uri.rpartition("/")[2] if uri.startswith("gguf:") else uri)
+    def path(self, key: str) -> Path:
+        """Where the entry of a key (a canonical URI, or one with the content's digest) lies, or would lie."""
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", key).strip("-.")[:80]
         return (
-            self.directory / "models" / f"{readable.strip('-.')[:80]}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
+            self.directory / "models" / f"{readable}-{hashlib.sha256(f'{_FORMAT}:{key}'.encode()).hexdigest()[:10]}"
         )
 
-    def get(self, uri: str) -> Path | None:
-        """The entry of a canonical URI, None unless it is whole (by sizes)."""
-        path = self.path(uri)
+    def get(self, key: str) -> Path | None:
+        """The entry of a key, None unless it is whole (by sizes)."""
+        path = self.path(key)
         manifest = Manifest.read(path)
         return path if manifest is not None and manifest.sizes_match(path) else None
 
@@ -138,20 +141,22 @@ class Cache:
                 found.append((path, manifest))
         return found
 
-    def make(self, uri: str, build: Callable[[Path], str], *, replace: bool = False) -> Path:
-        """The entry of a canonical URI, built if it is absent.
+    def make(self, key: str, uri: str, build: Callable[[Path], str], *, replace: bool = False) -> Path:
+        """The entry of a key, built if it is absent.
 
         Args:
+            key: what identifies the entry.
+            uri: what the manifest says it is.
             build: fills the empty directory it is given and returns the entry's `source`.
             replace: build it even if it is there.
 
         Raises:
             Unavailable: the cache cannot be written.
         """
-        path = self.path(uri)
+        path = self.path(key)
         try:
             with self._lock(path):
-                if not replace and self.get(uri) is not None:
+                if not replace and self.get(key) is not None:
                     return path
                 for left_over in path.parent.glob(f".{path.name}.*"):  # of a process that was killed
                     shutil.rmtree(left_over, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
 from graftree.models import random_models
@@ -109,6 +110,8 @@ def _layer_list(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
 
 
 def _from_directory(directory: Path, dtype: torch.dtype, uri: ModelUri) -> PreTrainedModel:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
@@ -117,6 +120,9 @@ def _from_directory(directory: Path, dtype: torch.dtype, uri: ModelUri) -> PreTr
         raise Incompatible(f"{uri}: transformers cannot load it as a causal language model: {error}") from error
     except OSError as error:
         raise Unavailable(f"{uri}: its files cannot be read: {error}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return model.eval()
 
 

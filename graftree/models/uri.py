@@ -216,7 +216,7 @@ def _defaults(family: str, options: Mapping[str, Value]) -> dict[str, Value]:
 def _number(text: str, key: str, value: str) -> int | float:
     number = _NUMBERS[key]
     kind = float if isinstance(number.default, float) else int
-    limit = f"{key} is {'a number' if kind is float else 'an integer'} from {number.low:.17g} to {number.high:.17g}"
+    limit = f"{key} is {'a number' if kind is float else 'an integer'} from {number.low} to {number.high}"
     try:
         parsed = kind(value)
     except ValueError:

@@ -48,6 +48,8 @@ class Tokenizer:
         table = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = len(table)
         self.vocab_fingerprint = _fingerprint(table)
+        special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._text_ids = frozenset(table.values()) - special
         bos = self.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
 
@@ -62,7 +64,7 @@ class Tokenizer:
         parsed = ModelUri.parse(uri)
         if parsed.kind == "random":
             return cls._byte_level(parsed)
-        return cls.from_directory(pull(parsed, progress=False))
+        return cls.from_directory(pull(parsed, progress=False, weights=False))
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -119,6 +121,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; special tokens and ids outside the table give nothing, broken UTF-8 gives U+FFFD."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether a token takes part in `decode`: it is in the table and no special token."""
+        return token_id in self._text_ids
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of a conversation (each message with `role` and `content`).
