@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
-from speculator_service.drafters.model import ModelDrafter
 
 SURE = math.log(0.99)
 
 
-class Perfect(ModelDrafter):
+class Perfect(Drafter):
     """Drafts what the LLM `model` will say, greedily or under the request's noise: one child per node, surely.
 
     Args:
@@ -23,12 +22,29 @@ class Perfect(ModelDrafter):
     """
 
     def __init__(self, model: str, siblings: str = "0") -> None:
+        # Drafters without a model must not pay for torch.
+        from speculator_service.drafters.model import ModelDrafter
+
         # The noise can lift any token: rank the whole vocabulary.
-        super().__init__(model, device="cpu", shortlist=1 << 20)
+        self.inner = ModelDrafter(model, device="cpu", shortlist=1 << 20)
+        self.model_fingerprint, self.vocab_fingerprint = self.inner.model_fingerprint, self.inner.vocab_fingerprint
+        self.vocab_size, self.max_context = self.inner.vocab_size, self.inner.max_context
         self._children = 1 + int(siblings)
 
+    def open(self, session: DraftSession) -> None:
+        self.inner.open(session)
+
+    def commit(self, session_id: str, token_ids: Sequence[int]) -> None:
+        self.inner.commit(session_id, token_ids)
+
+    def close(self, session_id: str) -> None:
+        self.inner.close(session_id)
+
+    def blocks(self) -> tuple[int, int]:
+        return self.inner.blocks()
+
     def expand(self, leaves: Sequence[Leaf]) -> Sequence[Answer]:
-        return [self._sharpen(answer) for answer in super().expand(leaves)]
+        return [self._sharpen(answer) for answer in self.inner.expand(leaves)]
 
     def _sharpen(self, answer: Answer) -> Answer:
         if answer is None or isinstance(answer, Exception):
