@@ -12,6 +12,7 @@ lost is written again whole. Another router may have taken a session over meanwh
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -254,8 +255,8 @@ class Committer:
         chosen = list(self._dirty.values())[: self._batch]
         now = _now()
         if now >= self._renew_at:
-            self._renew_at = now + self._lease / 6
             due = [session for session in self._sessions.values() if self._is_due(session, now)]
+            self._renew_at = now if len(due) > self._batch else now + self._lease / 6
             chosen += due[: self._batch]
         shares = []
         for session in chosen:
@@ -267,6 +268,12 @@ class Committer:
     def _is_due(self, session: HeldSession, now: float) -> bool:
         owned = session.record is not None and not session.finished and session.error is None
         return owned and session.touched <= now - self._lease / 3 and session.session_id not in self._dirty
+
+    def _renew_all(self) -> None:
+        """After an outage leases may be over and records gone: every session's turn has come."""
+        self._renew_at = 0.0
+        for session in self._sessions.values():
+            session.touched = -math.inf
 
     async def _round_trip(self, shares: Sequence[Share]) -> None:
         self.round_trips += 1
@@ -296,8 +303,9 @@ class Committer:
         if refused:
             self._keep([share for share, _ in refused])
             self._degrade(refused[0][1])
-        else:
+        elif self.degraded:
             self.outage.end()
+            self._renew_all()
 
     async def _write(self, shares: Sequence[Share]) -> list[GraftreeError | None]:
         """One commit per share; then once more, as whole records, those of which Redis has lost what it had."""

@@ -65,6 +65,10 @@ class EmbeddedRedis:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
     def start(self, timeout_seconds: float = 10.0) -> EmbeddedRedis:
         """Start and wait until it answers.
 
