@@ -39,7 +39,7 @@ RECIPE = 1
 _LOGIT_SPREAD = 3.0  # standard deviation of the logits at scale=1
 _GAINS = (
     (re.compile(r"(q_proj|k_proj|c_attn)\.weight$"), 1.5),
-    (re.compile(r"(o_proj|out_proj|down_proj|fc2|mlp\.c_proj)\.weight$"), 2.0),
+    (re.compile(r"(o_proj|out_proj|down_proj|attn\.c_proj)\.weight$"), 2.0),
 )
 
 
@@ -116,8 +116,8 @@ def _tensor(seed: int, name: str, shape: tuple[int, ...], is_head: bool, scale: 
         return 1.0 + 0.1 * noise if is_norm_weight else 0.1 * noise
     if is_head:
         return noise * np.float32(_LOGIT_SPREAD * scale / math.sqrt(shape[1]))
-    if re.search(r"(embed_tokens|wte|embed_positions|wpe)\.weight$", name):
-        return noise * np.float32(0.5)
+    if re.search(r"(embed_tokens|embed_positions|wte|wpe)\.weight$", name):
+        return noise
     # Only GPT-2 keeps its weights as (in, out).
     inputs = shape[0] if re.search(r"c_(attn|proj|fc)\.weight$", name) else shape[1]
     gain = next((gain for pattern, gain in _GAINS if pattern.search(name)), 1.0)

@@ -144,7 +144,7 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers reads them."""
         self.backend.save(str(directory / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config = {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
         (directory / "tokenizer_config.json").write_text(
             json.dumps({**config, **self.special_tokens}, indent=1) + "\n"
         )
