@@ -35,7 +35,7 @@ class Generations:
         self._running: dict[str, Generation] = {}
         self._replays: dict[str, Generation] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self.draining = False
 
     def __len__(self) -> int:
         """Generations under way."""
@@ -60,7 +60,7 @@ class Generations:
                 raise AlreadyExists(f"request {identifier} exists and is a different one")
             metrics.attached += 1
             return known
-        if self._draining:
+        if self.draining:
             raise Unavailable("this router is going away; ask another")
         if len(self._running) >= self._config.max_requests:
             metrics.refused += 1
@@ -78,14 +78,14 @@ class Generations:
 
     async def drain(self) -> None:
         """Take no new requests; wait for those under way."""
-        self._draining = True
+        self.draining = True
         while tasks := [generation.task for generation in self._running.values()]:
             await asyncio.wait(tasks)
         await self._all_left()
 
     async def close(self) -> None:
         """End what still runs."""
-        self._draining = True
+        self.draining = True
         for generation in list(self._running.values()):
             generation.cancel(Unavailable("this router is going away; ask another"))
         await self._all_left()

@@ -323,9 +323,9 @@ class FakeSpeculator(_FakePod, speculation_pb2_grpc.SpeculationServiceServicer):
 
     def _draft(self, session_id: str, outbox: Outbox[Any]) -> None:
         session = self.sessions[session_id]
-        answer = self.script(
-            delta_of(session_id, session.opening.salt, session.token_ids, self.draft(session.token_ids))
-        )
+        opening = session.opening
+        nodes = [node for node in self.draft(session.token_ids) if len(node[0]) <= opening.max_depth]
+        answer = self.script(delta_of(session_id, opening.salt, session.token_ids, nodes[: opening.max_nodes]))
         if answer is not None:
             outbox.put(answer)
 

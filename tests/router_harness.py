@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
 
 from graftree.client import AsyncClient
 from graftree.config import RouterConfig
+from graftree.store.connection import connect
+from graftree.store.embedded import EmbeddedRedis
 from graftree.store.registry import Registry
 from router.pod import RouterPod
 from tests.fakes import MODEL, FakeSpeculator, FakeVerifier
@@ -48,6 +51,15 @@ class Harness:
         return {info.pod_id: info.state for info in self.router.pods.infos()}
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that announces itself to nobody."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.0005)
+    raise AssertionError("it did not happen")
+
+
 async def register(registry: Registry, *pods: AnyPod) -> None:
     for pod in pods:
         if not pod.address:
@@ -56,15 +68,18 @@ async def register(registry: Registry, *pods: AnyPod) -> None:
 
 
 @asynccontextmanager
-async def harness(*pods: AnyPod, random: Random | None = None, **config: Any) -> AsyncIterator[Harness]:
-    """A router over `pods`, ready if one of them is a verifier that fits."""
+async def harness(
+    *pods: AnyPod, random: Random | None = None, redis: EmbeddedRedis | None = None, **config: Any
+) -> AsyncIterator[Harness]:
+    """A router over `pods`, ready if one of them is a verifier that fits; `redis` is one of the test's own."""
     async with AsyncExitStack() as stack:
-        redis = await stack.enter_async_context(client("valkey"))
-        registry = Registry(redis, lease_seconds=600)
+        url = server("valkey").url if redis is None else redis.url
+        connection = await stack.enter_async_context(client("valkey") if redis is None else connect(url))
+        registry = Registry(connection, lease_seconds=600)
         for pod in pods:
             stack.push_async_callback(pod.stop)
         await register(registry, *pods)
-        values = {"model": MODEL, "redis": server("valkey").url, "connect_timeout_seconds": 1.0, **config}
+        values = {"model": MODEL, "redis": url, "connect_timeout_seconds": 1.0, **config}
         router = RouterPod(RouterConfig(**values), random_source=random or Random(0))
         stack.push_async_callback(router.kill)
         await router.start()
