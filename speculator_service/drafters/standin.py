@@ -29,6 +29,8 @@ class StandinDrafter(Drafter):
     ) -> None:
         self._step_seconds = _number("step_ms", step_ms, 60_000.0) / 1000
         self._hit_rate = _number("hit_rate", hit_rate, 1.0)
+        if not callable(sleep):  # a spec's options are strings
+            raise InvalidArgument("sleep", sleep, "not an option of a spec")
         self._log_prob = math.log(max(self._hit_rate, 0.01))
         self._sleep = sleep
         self._roots: dict[str, tuple[int, int]] = {}
