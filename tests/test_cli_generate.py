@@ -154,11 +154,13 @@ def test_a_reader_that_leaves_is_no_trace() -> None:
     assert "Exception" not in done.stderr
 
 
-def test_models_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`models pull` prints the directory of a model, `models list` shows what is cached."""
+def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`models list` shows what is cached, as text and as JSON; `models pull` refuses what is no model."""
     monkeypatch.setenv("GRAFTREE_CACHE", str(tmp_path))
     assert main(["models", "list"]) == 0
-    assert capsys.readouterr().out == ""
+    assert "no models" in capsys.readouterr().out
+    assert main(["models", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
     assert main(["models", "pull", "nothing:at all"]) == 2
     assert "model" in capsys.readouterr().err
 

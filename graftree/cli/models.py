@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from graftree.config import DEFAULT_MODEL
-from graftree.models.pull import cached, pull
+from graftree.models.commands import list_models, pull_models
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -20,19 +20,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "~/.cache/graftree), with a progress bar. Prints its directory.",
         allow_abbrev=False,
     )
-    pulling.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="default: %(default)s")
+    pulling.add_argument("model", nargs="*", default=[DEFAULT_MODEL], help=f"default: {DEFAULT_MODEL}")
     pulling.add_argument("--quiet", action="store_true", help="no progress bar")
-    pulling.set_defaults(run=_pull)
+    pulling.set_defaults(run=lambda chosen: pull_models(chosen.model, progress=not chosen.quiet))
     listing = actions.add_parser("list", help="list the cached models", allow_abbrev=False)
-    listing.set_defaults(run=_list)
-
-
-def _pull(chosen: argparse.Namespace) -> int:
-    print(pull(chosen.model, progress=not chosen.quiet))
-    return 0
-
-
-def _list(_: argparse.Namespace) -> int:
-    for model in cached():
-        print(f"{model.uri}\t{model.size / 1e6:.1f} MB\t{model.path}")
-    return 0
+    listing.add_argument("--json", action="store_true", help="print a JSON array")
+    listing.set_defaults(run=lambda chosen: list_models(as_json=chosen.json))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+import structlog
 
 from graftree import config as configuration
 from graftree.errors import GraftreeError, Unavailable
@@ -22,6 +26,11 @@ class LoopThread:
     """One event loop on a background thread."""
 
     def __init__(self) -> None:
+        if not structlog.is_configured():  # its default prints every event on stdout
+            structlog.configure(
+                wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+                logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+            )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="graftree-loop", daemon=True)
         self._thread.start()

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 
 from graftree.errors import InvalidArgument
-from graftree.v1 import generation_pb2
+from graftree.v1 import common_pb2, generation_pb2
 
 Mode = Literal["target_only", "mss", "mss_without_replacement", "naive"]
 
@@ -63,16 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
 
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_SAMPLING = tuple(each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields if each.name != "logit_bias")
 _STOPPING = ("max_new_tokens", "min_new_tokens", "ignore_eos")
 _MODES: dict[Mode, generation_pb2.SpeculationMode] = {
     "target_only": generation_pb2.SPECULATION_MODE_TARGET_ONLY,
