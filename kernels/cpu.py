@@ -50,7 +50,7 @@ def tree_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """See `kernels.tree_attention`."""
-    count, heads, width = query.shape
+    heads, width = query.shape[1:]
     kv_heads = key_cache.shape[2]
     folded = heads // kv_heads
     plan = tree.plans.get(("cpu", sliding_window, folded, query.dtype))

@@ -72,7 +72,8 @@ class TreeLayout:
         visible = np.concatenate([np.ones((len(tree), context_len), np.bool_), tree], axis=1)
         if sliding_window is None:
             return visible
-        back = np.cumsum(tree[:, ::-1], axis=1)[:, ::-1] - tree  # q's ancestors behind each tree row
+        seen: npt.NDArray[np.int64] = np.cumsum(tree[:, ::-1], axis=1, dtype=np.int64)[:, ::-1]
+        back = seen - tree  # q's ancestors behind each tree row
         position = context_len + tree.sum(axis=1) - 1
         visible[:, :context_len] = np.arange(context_len) > (position - sliding_window)[:, None]
         visible[:, context_len:] &= back < sliding_window

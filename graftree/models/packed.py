@@ -1,9 +1,51 @@
-"""Linear layers in the weight layout that oneDNN's kernels read fastest."""
+"""Linear layers whose weights lie the way oneDNN's kernels read them fastest.
+
+A plain float32 `nn.Linear` lets oneDNN or MKL re-arrange the weight at every call; for a handful of rows, a
+verify step's size, that costs as much as the product. Packing once removes it.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+class PackedLinear(nn.Module):
+    """x @ weight.T + bias with a packed weight; inference only.
+
+    Args:
+        weight: (out, in) float32 on the CPU; not kept.
+        bias: (out,) or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) float32 -> (..., out)."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def can_pack(model: Any) -> bool:
+    """Whether the model is float32 on the CPU and this torch has oneDNN."""
+    return model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Swap a model's linear layers for packed ones, in place."""
+    """Swap a model's linear layers for packed ones, in place.
+
+    A weight that nothing else holds is dropped as soon as its layer is packed; one tied to the embedding stays,
+    for the embedding.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+            elif type(child) is Conv1D:
+                setattr(module, name, PackedLinear(child.weight.t(), child.bias))

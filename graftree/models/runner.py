@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from graftree.errors import GraftreeError, Incompatible, InvalidArgument
-from graftree.models.packed import pack_linears
+from graftree.models.packed import can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
 from kernels import IMPLEMENTATIONS, TreeLayout, chain_masks, tree_attention
 
@@ -158,11 +158,12 @@ class TreeRunner:
         self._model = loaded.model
         _check_config(self._model)
         self._device = self._model.device
-        expected = None if self._model.config.model_type in TESTED_FAMILIES else _probe_expected(self._model)
-        self._model.set_attn_implementation(ATTENTION)
-        if self._model.config._attn_implementation != ATTENTION:
-            raise Incompatible(f"{type(self._model).__name__} does not use transformers' AttentionInterface")
         config = self._model.config
+        known = config.model_type in TESTED_FAMILIES or config._attn_implementation == ATTENTION
+        expected = None if known else _probe_expected(self._model)
+        self._model.set_attn_implementation(ATTENTION)
+        if config._attn_implementation != ATTENTION:
+            raise Incompatible(f"{type(self._model).__name__} does not use transformers' AttentionInterface")
         num_blocks = kv_tokens // block_size
         heads = config.num_attention_heads
         self.kv = PagedKV(
@@ -177,7 +178,8 @@ class TreeRunner:
         self.pool = BlockPool(num_blocks)
         if expected is not None:
             self._probe(expected)
-        pack_linears(self._model)
+        if can_pack(self._model):
+            pack_linears(self._model)
 
     @property
     def bytes_per_token(self) -> int:
@@ -239,7 +241,8 @@ class TreeRunner:
         )
 
     def _wanted(self, batch: Sequence[Rows]) -> Tensor:
-        wanted, start = [], 0
+        wanted: list[int] = []
+        start = 0
         for rows in batch:
             wanted.extend(start + index for index in rows.logits)
             start += len(rows.token_ids)
@@ -256,8 +259,9 @@ class TreeRunner:
         total, room = rows.context_len + rows.tree_len + count, len(rows.blocks) * self.kv.block_size
         if total > room:
             raise InvalidArgument("rows.token_ids", total, f"at most {room} rows in the sequence's blocks")
-        if count and max(rows.positions) >= self.spec.max_context:
-            raise InvalidArgument("rows.positions", max(rows.positions), f"below {self.spec.max_context}")
+        limit = self.spec.max_context
+        if count and limit and max(rows.positions) >= limit:
+            raise InvalidArgument("rows.positions", max(rows.positions), f"below {limit}")
         if any(not 0 <= index < count for index in rows.logits):
             raise InvalidArgument("rows.logits", list(rows.logits), f"indices of {count} rows")
 
