@@ -23,7 +23,7 @@ class Detokenizer:
 
     The pushes and the flush together are `decode(prompt + output)` after what `decode(prompt)` shows of it; a
     character that the prompt leaves incomplete belongs to the output. (One exception: where a SentencePiece model
-    with byte fallback emits invalid UTF-8, the number of U+FFFD can differ, as its decoder rewrites earlier text.)
+    with byte fallback emits invalid UTF-8, its decoder would turn characters that were given before into U+FFFD.)
 
     Args:
         tokenizer: the model's.
@@ -33,15 +33,18 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        for token in reversed(prompt_ids):
-            if tokenizer.has_text(token):
-                self._window.append(token)
-                if len(self._window) == 2 * _CONTEXT:
-                    break
-        self._window.reverse()
         self._boundaries: list[int] = []  # lengths of the window at which its text ended with a whole character
-        text = self._text()
-        self._given = len(text) - _held(text)  # characters of the window's text that are not to be given any more
+        self._given = 0  # characters of the window's text that are not to be given any more
+        tail, is_all = self._tail(prompt_ids)
+        if tokenizer.byte_fallback:
+            if not is_all:
+                self._restart()
+            for token in tail:
+                self.push(token)
+        else:
+            self._window = tail
+            text = self._text()
+            self._given = len(text) - _held(text)
 
     def push(self, token_id: int) -> str:
         """The text that has become final with this token, "" while a character is incomplete."""
@@ -54,7 +57,10 @@ class Detokenizer:
         self._given = max(self._given, len(text) - held)
         if held == 0:
             self._boundaries.append(len(self._window))
-        self._trim(len(text) - self._given)
+        if held == 0 and token_id in self._tokenizer.byte_fallback:
+            self._restart()
+        else:
+            self._trim(len(text) - self._given)
         return piece
 
     def flush(self) -> str:
@@ -66,6 +72,28 @@ class Detokenizer:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._window)
+
+    def _tail(self, prompt_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """The prompt's last tokens with text, from the start of a character, and whether these are all it has."""
+        tail: list[int] = []
+        for token in reversed(prompt_ids):
+            if self._tokenizer.has_text(token):
+                tail.append(token)
+                if len(tail) == 2 * _CONTEXT:
+                    break
+        count = len(tail)
+        while tail and 0x80 <= self._tokenizer.byte_fallback.get(tail[-1], 0) < 0xC0:
+            tail.pop()
+        return tail[::-1], len(tail) == count < 2 * _CONTEXT
+
+    def _restart(self) -> None:
+        """Forget a run of bytes that made whole characters: an incomplete one behind it would turn all into U+FFFD.
+
+        A word stands in for what was before, so that the next token is not taken for the first of a text.
+        """
+        self._window = [] if self._tokenizer.anchor is None else [self._tokenizer.anchor]
+        self._boundaries = []
+        self._given = len(self._text())
 
     def _trim(self, held: int) -> None:
         """Cut the window, at the end of a whole character where there is one."""

@@ -30,6 +30,9 @@ class Tokenizer:
         bos_token_id: None where there is none.
         eos_token_ids: every token that ends a text, ascending.
         has_chat_template: whether `render_chat` works.
+        byte_fallback: token id -> byte of the tokens that stand for one byte each and are decoded a run at a time, as
+            SentencePiece's are; empty for byte-level vocabularies.
+        anchor: some token with text that is none of these; None for byte-level vocabularies.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Tokenizer:
         self.vocab_fingerprint = _fingerprint(table)
         special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
         self._text_ids = frozenset(table.values()) - special
+        self.byte_fallback = _byte_fallback(backend)
+        self.anchor = self._word() if self.byte_fallback else None
         bos = self.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
 
@@ -126,6 +131,10 @@ class Tokenizer:
         """Whether a token takes part in `decode`: it is in the table and no special token."""
         return token_id in self._text_ids
 
+    def _word(self) -> int | None:
+        words = (token for token in sorted(self._text_ids) if token not in self.byte_fallback)
+        return next((token for token in words if self.decode([token]).strip(" \ufffd")), None)
+
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of a conversation (each message with `role` and `content`).
 
@@ -158,6 +167,13 @@ def _fingerprint(table: Mapping[str, int]) -> str:
         encoded = token.encode("utf-8", "surrogatepass")
         digest.update(token_id.to_bytes(8, "little") + len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()
+
+
+def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    found = {value: backend.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    if found[0x41] is None or backend.decode([found[0x41]]) != "A":
+        return {}
+    return {token_id: value for value, token_id in found.items() if token_id is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
