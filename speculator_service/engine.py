@@ -13,89 +13,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import structlog
 
 from graftree.errors import GraftreeError, NotFound, Stale
-from speculator_service.drafters.base import Drafter, DraftSession, Leaf
+from speculator_service.drafters.base import Drafter, Leaf
 from speculator_service.drafters.checks import BadAnswer, check_answer, check_answers
-from speculator_service.living_tree import LivingTree, Node
+from speculator_service.events import Commit, Event, Failed, Open, Operation
+from speculator_service.growth import Growth
+from speculator_service.living_tree import Node
+
+_STOP_SECONDS = 5.0  # longest wait for a step that is under way
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A session begins with this tree."""
-
-    session: DraftSession
-    tree: LivingTree
-    arrived_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Tokens were committed behind `committed_length` earlier ones."""
-
-    session_id: str
-    token_ids: tuple[int, ...]
-    committed_length: int
-    arrived_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The session is to be forgotten."""
-
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """Nodes that entered a tree, parents before children; none where only `complete` is news.
-
-    Times are nanoseconds: waiting for the first step, the last drafter call, and since the commit arrived.
-    """
-
-    session_id: str
-    nodes: list[Node]
-    committed_length: int
-    complete: bool
-    queue_ns: int = 0
-    forward_ns: int = 0
-    total_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A session that was given up."""
-
-    session_id: str
-    error: GraftreeError
-
-
-Operation = Open | Commit | Close
-Event = Grown | Failed
-
-
-class _Growth:
-    """One session while it is drafted."""
-
-    __slots__ = ("announced", "arrived_ns", "branching", "forward_ns", "pauses", "queue_ns", "session_id", "tree")
-
-    def __init__(self, opened: Open) -> None:
-        self.session_id, self.tree = opened.session.session_id, opened.tree
-        self.branching = opened.session.branching
-        self.pauses = 0
-        self.restart_clock(opened.arrived_ns)
-
-    def restart_clock(self, arrived_ns: int) -> None:
-        self.arrived_ns, self.queue_ns, self.forward_ns, self.announced = arrived_ns, -1, 0, False
-
-    def leaf(self, node: Node) -> Leaf:
-        parent = node if node.parent is None else node.parent
-        return Leaf(self.session_id, node.id, parent.id, self.tree.path(node), node.position + 1)
 
 
 class Engine:
@@ -119,7 +49,7 @@ class Engine:
         self._drafter, self._batch_leaves = drafter, batch_leaves
         self._deliver, self._clock = deliver, clock
         self._inbox: deque[Operation] = deque()
-        self._growths: dict[str, _Growth] = {}
+        self._growths: dict[str, Growth] = {}
         self._events: list[Event] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -143,7 +73,9 @@ class Engine:
         with self._wake:
             self._wake.notify()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+            if self._thread.is_alive():  # a drafter that hangs keeps its memory; the thread is a daemon
+                return
         for session_id in list(self._growths):
             self._forget(session_id)
         self._drafter.shutdown()
@@ -224,7 +156,7 @@ class Engine:
         except Exception as error:
             self._fail(session_id, error)
             return
-        self._growths[session_id] = _Growth(operation)
+        self._growths[session_id] = Growth(operation)
 
     def _commit(self, operation: Commit) -> None:
         growth = self._growths.get(operation.session_id)
@@ -262,10 +194,10 @@ class Engine:
             growth.forward_ns += spent
             self._attach(growth, node, answer)
 
-    def _choose(self) -> list[tuple[_Growth, Node]]:
+    def _choose(self) -> list[tuple[Growth, Node]]:
         """The best leaves of all sessions, in equal shares; those served go to the end of the line."""
         ready = [growth for growth in self._growths.values() if not growth.tree.complete][: self._batch_leaves]
-        batch: list[tuple[_Growth, Node]] = []
+        batch: list[tuple[Growth, Node]] = []
         share = self._batch_leaves // len(ready)
         for growth in ready:
             # Each leaf brings up to `branching` children: more leaves than fill the tree are wasted work.
@@ -292,7 +224,7 @@ class Engine:
                 answers[index] = answer
         return answers
 
-    def _attach(self, growth: _Growth, node: Node, answer: object) -> None:
+    def _attach(self, growth: Growth, node: Node, answer: object) -> None:
         if self._growths.get(growth.session_id) is not growth:
             return
         if answer is None:
@@ -317,22 +249,9 @@ class Engine:
     def _emit(self, deliver: Callable[[list[Event]], None]) -> None:
         now = self._clock()
         for growth in self._growths.values():
-            nodes, complete = growth.tree.unsent(), growth.tree.complete
-            if not nodes and (growth.announced or not complete):
-                continue
-            growth.announced = complete
-            self._events.append(
-                Grown(
-                    session_id=growth.session_id,
-                    nodes=nodes,
-                    committed_length=growth.tree.committed_length,
-                    complete=complete,
-                    queue_ns=max(0, growth.queue_ns),
-                    forward_ns=growth.forward_ns,
-                    total_ns=max(0, now - growth.arrived_ns),
-                )
-            )
-            growth.forward_ns = 0
+            event = growth.event(now)
+            if event is not None:
+                self._events.append(event)
         if self._events:
             events, self._events = self._events, []
             deliver(events)

@@ -14,7 +14,8 @@ from graftree.errors import GraftreeError, InvalidArgument, NotFound, ResourceEx
 from graftree.rpc.outbox import Outbox
 from graftree.rpc.status import to_failure
 from graftree.v1 import common_pb2, speculation_pb2
-from speculator_service.engine import Close, Commit, Engine, Event, Failed, Grown, Open, Operation
+from speculator_service.engine import Engine
+from speculator_service.events import Close, Commit, Event, Failed, Grown, Open, Operation
 from speculator_service.limits import Limits, check_tokens
 
 R = TypeVar("R", speculation_pb2.DraftOpen, speculation_pb2.DraftCommit)

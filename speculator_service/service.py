@@ -11,7 +11,8 @@ import grpc
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
 from graftree.rpc.status import abort
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
-from speculator_service.engine import Engine, Event
+from speculator_service.engine import Engine
+from speculator_service.events import Event
 from speculator_service.limits import Limits
 from speculator_service.router_stream import RouterStream
 

@@ -14,7 +14,8 @@ from graftree.errors import GraftreeError, NotFound, Stale
 from graftree.tree import node_id
 from graftree.v1 import common_pb2, speculation_pb2
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
-from speculator_service.engine import Close, Commit, Engine, Failed, Grown, Open, Operation
+from speculator_service.engine import Engine
+from speculator_service.events import Close, Commit, Failed, Grown, Open, Operation
 from speculator_service.limits import Limits
 from tests.drafters import GARBAGE, Crash, Flat, Garbage
 

@@ -13,7 +13,8 @@ from graftree.errors import ConfigError, ContextTooLong, ResourceExhausted
 from graftree.models.load import load
 from graftree.v1 import common_pb2, speculation_pb2
 from speculator_service.drafters.model import PREFILL_ROWS, ModelDrafter
-from speculator_service.engine import Close, Commit, Engine, Failed, Grown, Open
+from speculator_service.engine import Engine
+from speculator_service.events import Close, Commit, Failed, Grown, Open
 from speculator_service.limits import Limits
 from speculator_service.living_tree import LivingTree
 

@@ -15,7 +15,8 @@ from graftree.tree import node_id, root_id
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service.drafters.base import Drafter, DraftSession
 from speculator_service.drafters.ngram import NgramDrafter
-from speculator_service.engine import Engine, Event, Grown
+from speculator_service.engine import Engine
+from speculator_service.events import Event, Grown
 from speculator_service.limits import Limits
 from speculator_service.service import SpeculationService
 from tests.drafters import Crash, Flat

@@ -1,0 +1,63 @@
+"""What goes into the engine (operations) and what comes out of it (events)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graftree.errors import GraftreeError
+from speculator_service.drafters.base import DraftSession
+from speculator_service.living_tree import LivingTree, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A session begins with this tree."""
+
+    session: DraftSession
+    tree: LivingTree
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens were committed behind `committed_length` earlier ones."""
+
+    session_id: str
+    token_ids: tuple[int, ...]
+    committed_length: int
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The session is to be forgotten."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Nodes that entered a tree, parents before children; none where only `complete` is news.
+
+    Times are nanoseconds: waiting for the first step, the last drafter call, and since the commit arrived.
+    """
+
+    session_id: str
+    nodes: list[Node]
+    committed_length: int
+    complete: bool
+    queue_ns: int = 0
+    forward_ns: int = 0
+    total_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A session that was given up."""
+
+    session_id: str
+    error: GraftreeError
+
+
+Operation = Open | Commit | Close
+Event = Grown | Failed

@@ -1,0 +1,50 @@
+"""`Growth`: a session's tree together with the engine's bookkeeping of it."""
+
+from __future__ import annotations
+
+from speculator_service.drafters.base import Leaf
+from speculator_service.events import Grown, Open
+from speculator_service.living_tree import Node
+
+
+class Growth:
+    """One session while it is drafted.
+
+    Attributes:
+        arrived_ns: when the open or the last commit came; queue_ns: from then to the first step, -1 before it;
+            forward_ns: in the drafter since the last event.
+        announced: that the tree is complete has been said.
+        pauses: times in a row that the drafter was not ready.
+    """
+
+    __slots__ = ("announced", "arrived_ns", "branching", "forward_ns", "pauses", "queue_ns", "session_id", "tree")
+
+    def __init__(self, opened: Open) -> None:
+        self.session_id, self.tree = opened.session.session_id, opened.tree
+        self.branching = opened.session.branching
+        self.pauses = 0
+        self.restart_clock(opened.arrived_ns)
+
+    def restart_clock(self, arrived_ns: int) -> None:
+        self.arrived_ns, self.queue_ns, self.forward_ns, self.announced = arrived_ns, -1, 0, False
+
+    def leaf(self, node: Node) -> Leaf:
+        parent = node if node.parent is None else node.parent
+        return Leaf(self.session_id, node.id, parent.id, self.tree.path(node), node.position + 1)
+
+    def event(self, now_ns: int) -> Grown | None:
+        """What is new since the last event, if anything is."""
+        nodes, complete = self.tree.unsent(), self.tree.complete
+        if not nodes and (self.announced or not complete):
+            return None
+        self.announced = complete
+        forward_ns, self.forward_ns = self.forward_ns, 0
+        return Grown(
+            session_id=self.session_id,
+            nodes=nodes,
+            committed_length=self.tree.committed_length,
+            complete=complete,
+            queue_ns=max(0, self.queue_ns),
+            forward_ns=forward_ns,
+            total_ns=max(0, now_ns - self.arrived_ns),
+        )
