@@ -147,13 +147,14 @@ class LocalStack:
             self._open.callback(embedded.__exit__, None, None, None)
 
     def close(self, drain_seconds: float | None = None) -> None:
-        """End everything, routers first, each tier's pods together. Closing twice is fine.
+        """End everything: the routers, then all other pods, then Redis. Closing twice is fine.
 
         Args:
             drain_seconds: longest wait for running requests; None = as configured.
         """
-        for tier in get_args(Tier):
-            running = [pod for pod in self._pods[tier] if pod.alive]
+        order: tuple[tuple[Tier, ...], ...] = (("router",), ("speculator", "verifier"))
+        for tiers in order:
+            running = [pod for tier in tiers for pod in self._pods[tier] if pod.alive]
             enders = [threading.Thread(target=pod.stop, args=(drain_seconds,)) for pod in running]
             for ender in enders:
                 ender.start()
@@ -273,10 +274,17 @@ class LocalStack:
         self._notify(f"{pod.name} ended: {reason}")
 
     def _await_ready(self, pods: Sequence[LocalPod]) -> None:
+        """Wait for all at once: the first that fails is the error, whichever it is."""
         end = time.monotonic() + self._start_seconds
-        for pod in pods:
-            address = pod.wait(max(0.0, end - time.monotonic()))
-            self._notify(f"{pod.name} is ready at {address}")
+        waiting = list(pods)
+        while waiting:
+            for pod in [pod for pod in waiting if pod.settled]:
+                self._notify(f"{pod.name} is ready at {pod.wait()}")
+                waiting.remove(pod)
+            if waiting and time.monotonic() > end:
+                names = ", ".join(pod.name for pod in waiting)
+                raise Unavailable(f"not ready after {self._start_seconds:g} s: {names}{_tails(waiting)}")
+            time.sleep(_POLL_SECONDS)
 
     def _await_links(self) -> None:
         """Wait until each running router is linked to each running verifier and speculator."""
@@ -288,6 +296,11 @@ class LocalStack:
                     if time.monotonic() > end:
                         raise Unavailable(f"after {self._start_seconds:g} s the router has no link to {missing}")
                     time.sleep(_POLL_SECONDS)
+
+
+def _tails(pods: Sequence[LocalPod]) -> str:
+    tails = [f"\n{pod.name}'s log ends with:\n{tail}" for pod in pods if (tail := pod.tail())]
+    return "".join(tails)
 
 
 def _not_linked(client: Client, pods: Sequence[LocalPod]) -> str:

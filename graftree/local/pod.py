@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from graftree.errors import GraftreeError, Unavailable
+from graftree.errors import GraftreeError
 
 Tier = Literal["router", "verifier", "speculator"]
 
@@ -71,7 +71,16 @@ class LocalPod(ABC):
     def kill(self) -> None:
         """End at once, as on SIGKILL, and wait for it."""
 
-    def wait(self, seconds: float) -> str:
+    @property
+    def settled(self) -> bool:
+        """Whether it is ready, or has ended."""
+        return self._settled.is_set()
+
+    def tail(self) -> str:
+        """The end of its log, where it has one."""
+        return ""
+
+    def wait(self) -> str:
         """Wait until the pod is ready.
 
         Returns:
@@ -79,10 +88,8 @@ class LocalPod(ABC):
 
         Raises:
             GraftreeError: why it could not start.
-            Unavailable: it is not ready after `seconds`.
         """
-        if not self._settled.wait(seconds):
-            raise Unavailable(f"{self.name} is not ready after {seconds:g} s")
+        self._settled.wait()
         if self._failure is not None:
             raise self._failure
         return self.address

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from graftree.errors import Unavailable
+from graftree import errors
+from graftree.errors import ConfigError, GraftreeError, InvalidArgument, Unavailable
 from graftree.local.pod import MODULES, LocalPod, Tier
 
 T = TypeVar("T")
@@ -101,8 +102,14 @@ class ProcessPod(LocalPod):
                 self._became_ready(address)
         code = self._process.wait()
         self._process.stdout.close()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         tail = self.tail()
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        elif (error := _own_words(self.name, tail)) is not None:
+            self._ended(error)
+            return
+        else:
+            how = f"exited with code {code}"
         self._ended(Unavailable(f"{self.name} {how}" + (f"; its log ends with:\n{tail}" if tail else "")))
 
     def tail(self) -> str:
@@ -156,6 +163,23 @@ def _ready(line: str) -> str:
     except ValueError:
         return ""
     return str(message.get("ready", "")) if isinstance(message, dict) else ""
+
+
+def _own_words(name: str, tail: str) -> GraftreeError | None:
+    """The error a pod's last line reports as "Class: message" (see `graftree.pod.main`), or None."""
+    word, _, message = tail.rpartition("\n")[2].partition(": ")
+    cls = getattr(errors, word, None)
+    if not isinstance(cls, type) or not issubclass(cls, GraftreeError):
+        return None
+    if issubclass(cls, ConfigError):
+        key, _, rest = message.partition("=")
+        value, _, limit = rest.partition(": ")
+        return ConfigError(f"{name}: {key}", value.strip("'"), limit)
+    if issubclass(cls, InvalidArgument):
+        field, _, rest = message.partition(" = ")
+        value, _, limit = rest.partition(": ")
+        return InvalidArgument(f"{name}: {field}", value.strip("'"), limit)
+    return cls(f"{name}: {message}")
 
 
 def _last_bytes(log: IO[bytes]) -> bytes:
