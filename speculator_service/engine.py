@@ -23,6 +23,8 @@ from speculator_service.events import Commit, Event, Failed, Open, Operation
 from speculator_service.growth import Growth
 from speculator_service.living_tree import Node
 
+_INLINE_BURST = 4  # steps on the event loop before others get their turn
+_SEND_ROUNDS = 3  # of the event loop, in which a stream's writer wakes, gathers and sends
 _STOP_SECONDS = 5.0  # longest wait for a step that is under way
 
 log = structlog.get_logger(__name__)
@@ -113,27 +115,42 @@ class Engine:
         if not self._stopped:
             self._loop.call_soon_threadsafe(self._deliver, events)
 
-    def _schedule(self) -> None:
-        if not self._scheduled and self._loop is not None:
+    def _schedule(self, rounds: int = 0) -> None:
+        if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._inline_turn)
+            self._inline_turn(rounds)
 
-    def _inline_turn(self) -> None:
-        self._scheduled = False
+    def _inline_turn(self, rounds: int) -> None:
+        """Take turns after `rounds` more rounds of the event loop."""
+        assert self._loop is not None
         if self._stopped:
             return
-        self._turn(self._deliver)
+        if rounds >= 0:
+            self._loop.call_soon(self._inline_turn, rounds - 1)
+            return
+        self._scheduled = False
+        # A commit is answered after one step; what grows then travels a few steps at a time.
+        for _ in range(1 if self._inbox else _INLINE_BURST):
+            self._turn(self._deliver)
+            if not self._can_grow():
+                break
         if self._inbox or self._can_grow():
-            self._schedule()
+            self._schedule(_SEND_ROUNDS)
 
     # A turn.
 
     def _turn(self, deliver: Callable[[list[Event]], None]) -> None:
-        self._apply()
-        self._emit(deliver)
-        if self._can_grow():
-            self._grow()
-            self._apply()  # a commit that came during the step: only what survives it is worth sending
+        try:
+            self._apply()
+            self._emit(deliver)
+            if self._can_grow():
+                self._grow()
+                self._apply()  # a commit that came during the step: only what survives it is worth sending
+                self._emit(deliver)
+        except Exception as error:  # drafters are guarded one by one: this is our own fault, and must end here too
+            log.error("the engine failed; its sessions go on without it", exc_info=error)
+            for session_id in list(self._growths):
+                self._fail(session_id, error)
             self._emit(deliver)
 
     def _can_grow(self) -> bool:

@@ -6,7 +6,9 @@ noise g that anybody can compute (`graftree.noise`), so candidates are ranked by
 
 The chance reported with a ranked candidate: were log p - log q independent Gumbel errors of scale s, candidate i
 would win the argmax with probability exactly softmax((log q + g) / s)_i (the Gumbel-max trick once more). s = 0
-would be blind trust in q, s = 1 is the spread of g itself.
+would be blind trust in q, s = 1 is the spread of g itself. Of 0.3, 0.5, 0.7, 1, 1.4 and 2 the value 0.7 gave the
+picks of SmolLM2-135M the highest likelihood (-1.27 nats a token; 0.5: -1.32, 1: -1.44), drafted by itself without
+layers 12 and 13.
 """
 
 from __future__ import annotations
