@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,7 +160,7 @@ class TreeRunner:
         self._device = self._model.device
         config = self._model.config
         known = config.model_type in TESTED_FAMILIES or config._attn_implementation == ATTENTION
-        expected = None if known else _probe_expected(self._model)
+        expected = None if known else _ordinary_logits(self._model)
         self._model.set_attn_implementation(ATTENTION)
         if config._attn_implementation != ATTENTION:
             raise Incompatible(f"{type(self._model).__name__} does not use transformers' AttentionInterface")
@@ -177,7 +177,7 @@ class TreeRunner:
         )
         self.pool = BlockPool(num_blocks)
         if expected is not None:
-            self._probe(expected)
+            self._self_check(expected)
         if can_pack(self._model):
             pack_linears(self._model)
 
@@ -203,11 +203,8 @@ class TreeRunner:
             self._check(rows)
         if not any(rows.token_ids for rows in batch):
             return [self._no_logits() for _ in batch]
-        step, wanted = self._step(batch), self._wanted(batch)
-        token_ids = torch.tensor([token for rows in batch for token in rows.token_ids], device=self._device)
-        positions = torch.tensor([p for rows in batch for p in rows.positions], device=self._device)
-        logits = self._run(step, token_ids, positions, wanted)
-        self.rows_computed += len(token_ids)
+        logits = self._run(self._step(batch), *self._inputs(batch))
+        self.rows_computed += sum(len(rows.token_ids) for rows in batch)
         return list(logits.split([len(rows.logits) for rows in batch]))
 
     @torch.inference_mode()
@@ -240,13 +237,18 @@ class TreeRunner:
             implementation=self.implementation,
         )
 
-    def _wanted(self, batch: Sequence[Rows]) -> Tensor:
+    def _inputs(self, batch: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed token ids and positions, and the packed rows whose logits are wanted."""
         wanted: list[int] = []
         start = 0
         for rows in batch:
             wanted.extend(start + index for index in rows.logits)
             start += len(rows.token_ids)
-        return torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        return (
+            torch.tensor([token for rows in batch for token in rows.token_ids], device=self._device),
+            torch.tensor([position for rows in batch for position in rows.positions], device=self._device),
+            torch.tensor(wanted, dtype=torch.int64, device=self._device),
+        )
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self._model.config.vocab_size), device=self._device)
@@ -265,37 +267,22 @@ class TreeRunner:
         if any(not 0 <= index < count for index in rows.logits):
             raise InvalidArgument("rows.logits", list(rows.logits), f"indices of {count} rows")
 
-    def _probe(self, expected: Tensor) -> None:
+    def _self_check(self, expected: Tensor) -> None:
         """Compare a small tree with what the model said with its own attention."""
-        blocks = self.pool.allocate(-(-len(_PROBE_TREE) // self.kv.block_size))
-        step_rows = Rows(
-            blocks=blocks,
-            context_len=0,
-            tree_len=0,
-            token_ids=[token for token, _, _ in _PROBE_TREE],
-            positions=[position for _, position, _ in _PROBE_TREE],
-            masks=[mask for _, _, mask in _PROBE_TREE],
-            logits=range(len(_PROBE_TREE)),
-        )
-        step = self._step([step_rows])
+        name, layers = type(self._model).__name__, len(self.kv.keys)
+        blocks = self.pool.allocate(-(-len(_PROBE.token_ids) // self.kv.block_size))
+        rows = replace(_PROBE, blocks=blocks)
+        step = self._step([rows])
         try:
-            got = self._run(
-                step,
-                torch.tensor(step_rows.token_ids, device=self._device),
-                torch.tensor(step_rows.positions, device=self._device),
-                self._wanted([step_rows]),
-            )
+            got = self._run(step, *self._inputs([rows]))
         except GraftreeError:
             raise
         except Exception as error:
-            raise Incompatible(f"{type(self._model).__name__} failed its self-check: {error}") from error
+            raise Incompatible(f"{name} failed its self-check: {error}") from error
         finally:
             self.pool.free(blocks)
-        name = type(self._model).__name__
-        if set(step.windows) != set(range(len(self.kv.keys))):
-            raise Incompatible(
-                f"{name}: {len(step.windows)} of {len(self.kv.keys)} layers use the attention interface"
-            )
+        if set(step.windows) != set(range(layers)):
+            raise Incompatible(f"{name}: {len(step.windows)} of {layers} layers use transformers' AttentionInterface")
         tolerance = 1e-3 if self._model.dtype == torch.float32 else 0.1
         if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
             raise Incompatible(f"{name} computes otherwise with tree attention: its positions or masks are its own")
@@ -304,17 +291,28 @@ class TreeRunner:
                 raise Incompatible(f"{name} does not tell its attention the sliding window of layer {layer}")
 
 
-# Two branches behind a chain: tokens, positions, masks; and the same as paths.
-_PROBE_TREE = ((1, 0, 0b1), (2, 1, 0b11), (3, 2, 0b111), (4, 2, 0b1011), (5, 3, 0b11011))
+# The self-check's tree, two branches behind a chain, and its paths as (tokens, rows).
+_PROBE = Rows(
+    blocks=(),
+    context_len=0,
+    tree_len=0,
+    token_ids=(1, 2, 3, 4, 5),
+    positions=(0, 1, 2, 2, 3),
+    masks=(0b1, 0b11, 0b111, 0b1011, 0b11011),
+    logits=range(5),
+)
 _PROBE_PATHS = (((1, 2, 3), (0, 1, 2)), ((1, 2, 4, 5), (0, 1, 3, 4)))
 
 
 @torch.inference_mode()
-def _probe_expected(model: Any) -> Tensor:
-    """(5, vocab) logits of `_PROBE_TREE` by ordinary forwards, one per path."""
-    expected = torch.zeros((len(_PROBE_TREE), model.config.vocab_size), device=model.device)
+def _ordinary_logits(model: Any) -> Tensor:
+    """(5, vocab) logits of `_PROBE` by ordinary forwards, one per path."""
+    expected = torch.zeros((len(_PROBE.token_ids), model.config.vocab_size), device=model.device)
     for tokens, rows in _PROBE_PATHS:
-        logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits
+        try:
+            logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits
+        except Exception as error:
+            raise Incompatible(f"{type(model).__name__} failed an ordinary forward: {error}") from error
         expected[list(rows)] = logits[0].float()
     return expected
 
@@ -334,11 +332,11 @@ def _check_config(model: Any) -> None:
         raise Incompatible(f"{name} uses ALiBi position biases")
     if config.get_text_config() is not config:
         raise Incompatible(f"{name} is not a text-only model")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise Incompatible(f"{name} does not use transformers' AttentionInterface")
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
         raise Incompatible(f"{name} has layers of other kinds: {', '.join(sorted(map(str, others)))}")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise Incompatible(f"{name} does not use transformers' AttentionInterface")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(rope.get("rope_type", "default"))} | {
         str(value.get("rope_type", "default")) for value in rope.values() if isinstance(value, dict)

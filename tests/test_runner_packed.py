@@ -1,0 +1,56 @@
+"""Linear layers packed for oneDNN."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from graftree.models.load import load
+from graftree.models.packed import PackedLinear, can_pack, pack_linears
+from tests.runner_models import FAMILIES
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(0, 24), (1, 24), (3, 7, 24), (1, 65, 24)])
+def test_equals_the_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
+    """For any number of rows, none included, a packed layer gives what nn.Linear gives."""
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 40, bias=bias)
+    packed = PackedLinear(plain.weight, plain.bias)
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2"])
+def test_no_plain_layer_is_left(family: str) -> None:
+    """Every linear layer is packed, GPT-2's transposed ones and the LM head too; the logits stay."""
+    model = load(FAMILIES[family]).model
+    tokens = torch.arange(20)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens).logits
+        pack_linears(model)
+        torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_weights_are_not_held_twice(tied: int) -> None:
+    """A packed layer's plain weight is gone; one tied to the embedding stays, for the embedding."""
+    model = load(f"random:llama?layers=1&tied={tied}").model
+    inner = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    head = weakref.ref(model.lm_head.weight)
+    pack_linears(model)
+    assert inner() is None
+    assert (head() is not None) == bool(tied)
+    assert model.get_input_embeddings().weight.shape == (512, 64)
+
+
+def test_only_float32_on_the_cpu() -> None:
+    """Other dtypes keep their layers."""
+    assert can_pack(load("random:llama?layers=1").model) == torch.backends.mkldnn.is_available()
+    assert not can_pack(load("random:llama?layers=1", dtype="bfloat16").model)

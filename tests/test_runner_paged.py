@@ -1,0 +1,96 @@
+"""`BlockPool` and `PagedKV`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftree.errors import GraftreeError, ResourceExhausted
+from graftree.models.paged import BlockPool, PagedKV
+
+
+def cache(num_blocks: int = 6, block_size: int = 4) -> PagedKV:
+    return PagedKV(
+        layers=3, num_blocks=num_blocks, block_size=block_size, kv_heads=2, head_dim=5, dtype=torch.float32
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_pool_never_loses_or_doubles_a_block(actions: list[tuple[bool, int]]) -> None:
+    """Whatever is taken and given back in whatever order, every block is free or owned, once."""
+    pool, owned = BlockPool(12), []
+    for take, count in actions:
+        if take and count <= pool.free_blocks:
+            owned.append(pool.allocate(count))
+        elif take:
+            with pytest.raises(ResourceExhausted):
+                pool.allocate(count)
+        elif owned:
+            pool.free(owned.pop(count % len(owned)))
+        pool.check()
+        held = [block for blocks in owned for block in blocks]
+        assert len(set(held)) == len(held) == 12 - pool.free_blocks
+
+
+def test_pool_refuses_a_foreign_or_doubled_block() -> None:
+    """Freeing what is not in use, or the same block twice, raises and changes nothing."""
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    for wrong in ([3], [blocks[0], blocks[0]], [blocks[0], 3], [99]):
+        with pytest.raises(GraftreeError, match="not in use"):
+            pool.free(wrong)
+    assert pool.free_blocks == 2
+    pool.check()
+
+
+def test_pool_check_finds_a_lost_block() -> None:
+    """`check` sees a block that is neither free nor owned, and one that is both."""
+    pool = BlockPool(3)
+    block = pool.allocate(1)[0]
+    pool._used.clear()
+    with pytest.raises(GraftreeError, match="broken"):
+        pool.check()
+    pool._used.update((block, 2))
+    with pytest.raises(GraftreeError, match="broken"):
+        pool.check()
+
+
+def test_lone_sequence_gets_one_piece() -> None:
+    """Blocks come lowest first, so what one sequence takes bit by bit lies in one piece."""
+    pool = BlockPool(8)
+    assert pool.allocate(2) + pool.allocate(1) + pool.allocate(3) == list(range(6))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), unique_by=lambda pair: pair[1], max_size=20))
+def test_move_rows_is_as_if_all_at_once(pairs: list[tuple[int, int]]) -> None:
+    """Rows move in every layer; overlapping sources and targets behave as a copy of the old state."""
+    kv, blocks = cache(), [4, 0, 3, 1, 5]
+    before = torch.randn(2, 3, 20, 2, 5)
+    kv.write_rows(blocks, range(20), before)
+    kv.move_rows(blocks, [source for source, _ in pairs], [target for _, target in pairs])
+    expected = before.clone()
+    for source, target in pairs:
+        expected[:, :, target] = before[:, :, source]
+    assert torch.equal(kv.read_rows(blocks, range(20)), expected)
+    assert not kv.keys[0][2].any()  # a block that is not the sequence's
+
+
+def test_layer_views_share_the_storage() -> None:
+    """A write through one layer lands in that layer's view, at the row asked for, and nowhere else."""
+    kv = cache()
+    key, value = torch.randn(2, 2, 5), torch.randn(2, 2, 5)
+    kv.write(1, torch.tensor(kv.slots([5, 2], [3, 4])), key, value)
+    assert kv.keys[1].shape == (6, 4, 2, 5)
+    assert kv.keys[1].is_contiguous()
+    assert torch.equal(kv.keys[1][5, 3], key[0])
+    assert torch.equal(kv.values[1][2, 0], value[1])
+    assert int(sum(layer.abs().sum(dim=(2, 3)).count_nonzero() for layer in kv.keys + kv.values)) == 4
+
+
+def test_bytes_per_token() -> None:
+    """Planned memory: two tensors, three layers, two heads of five float32."""
+    assert cache().bytes_per_token == 2 * 3 * 2 * 5 * 4
