@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from graftree.sampling import GREEDY, SamplingParams
 from graftree.tree import TokenTree
 from tests.verifier_harness import Client, Router, chain, greedy, make_engine, plain
+from verifier_service.engine import PATIENCE_LIMIT_NS
 
 PROMPT = list(range(3, 20))
 
@@ -234,3 +237,52 @@ def test_counters_follow_the_steps() -> None:
     assert timings.forward_ns == 1000
     assert timings.sample_ns > 0
     assert timings.queue_ns + timings.forward_ns + timings.sample_ns <= timings.total_ns
+
+
+def test_sessions_that_were_answered_together_are_waited_for() -> None:
+    """A tenth of the last forward's time, no longer; not for a lone session, one that closed, or without work."""
+    now = 0
+
+    def clock() -> int:
+        nonlocal now
+        now += 1_000_000
+        return now
+
+    engine = make_engine(clock=clock)
+    runner: Any = engine._runner
+    forward = runner.forward
+
+    def slow(batch: Any) -> Any:
+        nonlocal now
+        now += 100_000_000
+        return forward(batch)
+
+    runner.forward = slow
+    router = Router(engine)
+    clients = [router.open(str(index), PROMPT) for index in range(3)]
+
+    def together() -> None:
+        for client in clients:
+            client.send()
+        router.run()
+        for client in clients:
+            client.take()
+
+    together()
+    assert engine.patience_ns() == 0, "nothing to run: the worker sleeps anyway"
+    clients[0].send()
+    assert 0 < engine.patience_ns() <= PATIENCE_LIMIT_NS
+    clients[1].send()
+    assert engine.patience_ns() > 0
+    engine.close(router.stream, clients.pop().session_id)
+    assert engine.patience_ns() == 0, "everybody is back or gone"
+    router.run()
+    for client in clients:
+        client.take()
+    clients[0].send()
+    now += PATIENCE_LIMIT_NS
+    assert engine.patience_ns() == 0, "too late"
+    router.run()
+    clients[0].take()
+    clients[0].send()
+    assert engine.patience_ns() == 0, "a session alone is not waited for"

@@ -40,6 +40,11 @@ log = structlog.get_logger(__name__)
 
 Clock = Callable[[], int]
 
+# Sessions that were answered together come back together, a turn of the router apart. Waiting for the last of them
+# costs the first ones at most this; not waiting costs the others a whole forward.
+PATIENCE_SHARE = 0.1  # of the last forward
+PATIENCE_LIMIT_NS = 5_000_000
+
 
 class Cache(Protocol):
     """What the engine needs of `graftree.models.paged.PagedKV`."""
@@ -81,6 +86,8 @@ class Engine:
         self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
         self._scheduler = Scheduler(step_tokens)
         self._answers: dict[Stream, list[Answer]] = {}
+        self._awaited: set[Session] = set()
+        self._patience_ends = 0
 
     def open(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
         """Open a session; its prefill begins with the next forward."""
@@ -120,6 +127,7 @@ class Engine:
             self._fail(session, ContextTooLong("committed_length", len(session.token_ids), limit))
         else:
             session.queue(message, vocab_size=self._spec.vocab_size, max_rows=self._step_tokens, now_ns=arrived_ns)
+            self._awaited.discard(session)
             if session.step is not None and session.step.tree_error:
                 self.counters.invalid_trees += 1
 
@@ -150,6 +158,7 @@ class Engine:
         shares = self._scheduler.plan()
         if not shares:
             return False
+        self._awaited.clear()
         started = self._clock()
         try:
             outputs = self._runner.forward([share.rows() for share in shares])
@@ -177,7 +186,15 @@ class Engine:
             else:
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
+                self._awaited.add(session)
+        self._patience_ends = self._clock() + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
         return True
+
+    def patience_ns(self) -> int:
+        """How long the next forward should still wait for sessions that the last one answered; 0 = not at all."""
+        if not self._awaited or not self._scheduler.has_work:
+            return 0
+        return max(0, self._patience_ends - self._clock())
 
     def flush(self) -> None:
         """Hand what was answered since the last call to the streams' sinks."""
@@ -285,5 +302,6 @@ class Engine:
     def _drop(self, session: Session) -> None:
         del session.stream.sessions[session.session_id]
         self._scheduler.remove(session)
+        self._awaited.discard(session)
         self._runner.pool.free(session.blocks)
         self.sessions -= 1

@@ -25,9 +25,14 @@ class Scheduler:
     def remove(self, session: Session) -> None:
         self._queue.pop(session, None)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` would give a share."""
+        return any(session.has_work for session in self._queue)
+
     def plan(self) -> list[Share]:
         """The next forward's shares; empty when no session has anything to run."""
-        waiting = [session for session in self._queue if session.step is not None or not session.prefilled]
+        waiting = [session for session in self._queue if session.has_work]
         self.waiting = len(waiting)
         shares: dict[Session, Share] = {}
         room = self._step_tokens

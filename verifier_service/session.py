@@ -174,6 +174,11 @@ class Session:
         """Whether only the root is missing in the cache."""
         return self.cached == len(self.token_ids) - 1
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to run: a step, or committed tokens before the root that are not cached."""
+        return self.step is not None or not self.prefilled
+
     def commit(self, acceptance: Acceptance) -> None:
         """Append a step's tokens; the last one is the new root."""
         for token in acceptance.token_ids:

@@ -61,13 +61,19 @@ class Worker:
             self._died(error)
 
     def _turn(self) -> bool:
-        commands = self._take()
-        if commands is None:
-            return False
         engine, before = self._engine, self._engine.occupancy
-        for command in commands:
-            command(engine)
-        engine.flush()  # what commands answered does not wait for the forward
+        timeout = None if not self._busy else 0.0
+        while True:
+            commands = self._take(timeout)
+            if commands is None:
+                return False
+            for command in commands:
+                command(engine)
+            engine.flush()  # what commands answered does not wait for the forward
+            patience = engine.patience_ns()
+            if not patience:
+                break
+            timeout = patience / 1e9
         self._busy = engine.iterate()
         engine.flush()
         if engine.occupancy != before:
@@ -76,11 +82,10 @@ class Worker:
             engine.check()
         return True
 
-    def _take(self) -> list[Command] | None:
-        """What was submitted; waits for it when the engine has nothing to run. None: stop."""
+    def _take(self, timeout: float | None) -> list[Command] | None:
+        """What was submitted, waiting for it at most `timeout` seconds (None = for ever). None: stop."""
         with self._condition:
-            while not (self._inbox or self._busy or self._stopping):
-                self._condition.wait()
+            self._condition.wait_for(lambda: self._inbox or self._stopping, timeout)
             if self._stopping:
                 return None
             commands, self._inbox = self._inbox, []
