@@ -80,7 +80,7 @@ REFUSED = {
         "Mamba",
         {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
         | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
-        "AttentionInterface|position_ids",
+        "linear_attention|AttentionInterface",
     ),
     "RoPE that depends on the batch": (
         "Llama",
