@@ -128,6 +128,9 @@ def _pull_gguf(uri: ModelUri, cache: Cache, progress: bool, verify: bool) -> Pat
     file = Path(uri.name)
     if not file.is_file():
         raise InvalidArgument("model", str(uri), "no such file")
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise InvalidArgument("model", str(uri), "a GGUF file; this one does not begin as such")
     digest = cache.digest(file)
 
     def build(directory: Path) -> str:
