@@ -45,10 +45,10 @@ def test_one_node_is_lossless(rule: Rule, node: tuple[Floats, list[DraftDistribu
 
 
 @pytest.mark.parametrize("rule", DRAWN)
-def test_one_node_four_draws_by_each_of_two_speculators(rule: Rule) -> None:
-    """The longest test order in use at once, on three tokens: still p."""
+def test_one_node_seven_draws_of_two_speculators(rule: Rule) -> None:
+    """Long test orders, on three tokens: still p."""
     p, qs = normalised([2, 5, 3]), [distribution([6, 1, 3]), distribution([1, 1, 8])]
-    assert total_variation(emitted(rule, p, qs, [4, 4]), p) < EXACT
+    assert total_variation(emitted(rule, p, qs, [4, 3]), p) < EXACT
 
 
 @pytest.mark.parametrize("rule", DRAWN)
