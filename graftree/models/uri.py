@@ -5,8 +5,9 @@
     gguf:model.gguf   path/to/model.gguf        a GGUF file
     directory:path    /models/llama  ./llama    a directory as `save_pretrained` writes it
     hub:owner/name    owner/name                a repository of the Hugging Face hub
+    standin:?step_ms=5&vocab=512&context=4096   no model: a verifier of fixed step time, for benchmarks
 
-Any kind but `random` takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an LLM). For a
+Any of these files takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an LLM). For a
 random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`.
 """
 
@@ -22,7 +23,7 @@ from urllib.parse import parse_qsl, quote
 
 from graftree.errors import InvalidArgument
 
-Kind = Literal["random", "pypi", "gguf", "directory", "hub"]
+Kind = Literal["random", "pypi", "gguf", "directory", "hub", "standin"]
 Value = int | float | str | tuple[int, ...] | None
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gpt2", "mistral")
@@ -60,13 +61,19 @@ _NUMBERS: dict[str, _Number] = {
     "window": _Number(None, 1, 1 << 20, frozenset({"mistral"})),  # default: 32
 }
 
+_STANDIN_NUMBERS: dict[str, _Number] = {
+    "step_ms": _Number(5.0, 0.0, 60_000.0),
+    "vocab": _NUMBERS["vocab"],
+    "context": _Number(4096, 2, 1 << 20),
+}
+
 
 @dataclass(frozen=True)
 class ModelUri:
     """A parsed model URI. `str(uri)` is canonical: defaults dropped, options sorted.
 
     Attributes:
-        kind: random, pypi, gguf, directory or hub.
+        kind: random, pypi, gguf, directory, hub or standin.
         name: the family, package (with ==version where pinned), absolute path or repository.
         options: for a random model every option with its value, defaults filled in; else those that were given.
 
@@ -110,6 +117,8 @@ class ModelUri:
         kind, name = _split(head)
         if kind == "random":
             return cls(kind, name, _random_options(text, name, given))
+        if kind == "standin":
+            return cls(kind, name, _standin_options(text, given))
         known = {"layers", "revision"} if kind == "hub" else {"layers"}
         for key in given:
             if key not in known:
@@ -142,7 +151,11 @@ class ModelUri:
         return value
 
     def __str__(self) -> str:
-        defaults = _defaults(self.name, self.options) if self.kind == "random" else {}
+        defaults: Mapping[str, Value] = {}
+        if self.kind == "random":
+            defaults = _defaults(self.name, self.options)
+        elif self.kind == "standin":
+            defaults = {key: number.default for key, number in _STANDIN_NUMBERS.items()}
         shown = {k: v for k, v in sorted(self.options.items()) if k not in defaults or defaults[k] != v}
         query = "&".join(f"{key}={_show(value)}" for key, value in shown.items())
         return f"{self.kind}:{self.name}" + (f"?{query}" if query else "")
@@ -154,6 +167,10 @@ def _split(head: str) -> tuple[Kind, str]:
         if rest not in FAMILIES:
             raise InvalidArgument("model", head, f"random families are {', '.join(FAMILIES)}")
         return "random", rest
+    if colon and prefix == "standin":
+        if rest:
+            raise InvalidArgument("model", head, "standin:?step_ms=5&vocab=512&context=4096")
+        return "standin", ""
     if colon and prefix == "pypi":
         if not _PACKAGE.fullmatch(rest):
             raise InvalidArgument("model", head, "pypi:<package> or pypi:<package>==<version>")
@@ -193,6 +210,16 @@ def _random_options(text: str, family: str, given: Mapping[str, str]) -> dict[st
     return options
 
 
+def _standin_options(text: str, given: Mapping[str, str]) -> dict[str, Value]:
+    options: dict[str, Value] = {key: number.default for key, number in _STANDIN_NUMBERS.items()}
+    for key, value in given.items():
+        if key not in _STANDIN_NUMBERS:
+            known = ", ".join(sorted(_STANDIN_NUMBERS))
+            raise InvalidArgument("model", text, f"unknown option {key}; standin takes {known}")
+        options[key] = _number(text, key, value, _STANDIN_NUMBERS)
+    return options
+
+
 def _defaults(family: str, options: Mapping[str, Value]) -> dict[str, Value]:
     defaults: dict[str, Value] = {
         name: number.default
@@ -213,8 +240,8 @@ def _defaults(family: str, options: Mapping[str, Value]) -> dict[str, Value]:
     return defaults
 
 
-def _number(text: str, key: str, value: str) -> int | float:
-    number = _NUMBERS[key]
+def _number(text: str, key: str, value: str, numbers: Mapping[str, _Number] = _NUMBERS) -> int | float:
+    number = numbers[key]
     kind = float if isinstance(number.default, float) else int
     limit = f"{key} is {'a number' if kind is float else 'an integer'} from {number.low} to {number.high}"
     try:
