@@ -11,8 +11,10 @@ from graftree.config import VerifierConfig
 from graftree.errors import ConfigError
 from graftree.models.load import load
 from graftree.models.runner import TreeRunner, chain_rows
-from verifier_service import capacity, standin
+from graftree.models.uri import ModelUri
+from verifier_service import capacity
 from verifier_service.engine import Runner
+from verifier_service.standin import StandInRunner
 
 log = structlog.get_logger(__name__)
 
@@ -28,9 +30,10 @@ def load_runner(config: VerifierConfig) -> Runner:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    if config.model.startswith(standin.PREFIX):
-        return standin.StandInRunner.load(config.model, kv_tokens=config.kv_tokens, block_size=config.block_size)
-    loaded = load(config.model, dtype=config.dtype, device=config.device)
+    uri = ModelUri.parse(config.model)
+    if uri.kind == "standin":
+        return StandInRunner.load(uri, kv_tokens=config.kv_tokens, block_size=config.block_size)
+    loaded = load(uri, dtype=config.dtype, device=config.device)
     tokens = config.kv_tokens or capacity.kv_tokens(
         bytes_per_token=capacity.bytes_per_token(loaded.model),
         device=loaded.model.device,

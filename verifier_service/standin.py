@@ -11,22 +11,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor
 
-from graftree.errors import InvalidArgument
 from graftree.models.paged import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.models.standin import next_token
+from graftree.models.uri import ModelUri
 from graftree.text.tokenizer import Tokenizer
 
-PREFIX = "standin:"
-
-# Option -> default, least, most.
-_OPTIONS = {"step_ms": (5.0, 0.0, 60_000.0), "vocab": (512, 2, 65_798), "context": (4096, 2, 1 << 20)}
 _KV_TOKENS = 1 << 24  # nothing is stored, so the pool may be as large as it likes
 
 
@@ -67,25 +62,27 @@ class StandInRunner:
         self._seconds, self._clock, self._sleep = step_ms / 1000, clock, sleep
 
     @classmethod
-    def load(cls, uri: str, *, kv_tokens: int, block_size: int) -> StandInRunner:
+    def load(cls, uri: str | ModelUri, *, kv_tokens: int, block_size: int) -> StandInRunner:
         """Build from a URI.
 
         Raises:
             InvalidArgument: field `model`; an unknown option or a value out of range.
         """
-        values = _parse(uri)
-        vocab = int(values["vocab"])
+        parsed = ModelUri.parse(uri)
+        step_ms = parsed.options["step_ms"]
+        assert isinstance(step_ms, float)
+        vocab = parsed.integer("vocab")
         tokenizer = Tokenizer.load(f"random:llama?vocab={vocab}")
         spec = ModelSpec(
-            name=uri,
-            fingerprint=hashlib.sha256(f"{PREFIX}vocab={vocab}".encode()).hexdigest(),
+            name=str(parsed),
+            fingerprint=hashlib.sha256(f"standin vocab={vocab}".encode()).hexdigest(),
             vocab_fingerprint=tokenizer.vocab_fingerprint,
             vocab_size=vocab,
-            max_context=int(values["context"]),
+            max_context=parsed.integer("context"),
             eos_token_ids=tokenizer.eos_token_ids,
             token_count=tokenizer.vocab_size,
         )
-        return cls(spec, step_ms=values["step_ms"], kv_tokens=kv_tokens or _KV_TOKENS, block_size=block_size)
+        return cls(spec, step_ms=step_ms, kv_tokens=kv_tokens or _KV_TOKENS, block_size=block_size)
 
     def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
         """As `TreeRunner.forward`: logits of 10 at what `next_token` says, 0 elsewhere."""
@@ -102,21 +99,3 @@ class StandInRunner:
         for line, row in enumerate(rows.logits):
             logits[line, next_token(rows.token_ids[row], rows.positions[row] + 1, vocab_size)] = 10.0
         return logits
-
-
-def _parse(uri: str) -> dict[str, float]:
-    head, _, query = uri.partition("?")
-    if head != PREFIX:
-        raise InvalidArgument("model", uri, f"{PREFIX}?step_ms=5&vocab=512&context=4096")
-    values = {name: float(default) for name, (default, _, _) in _OPTIONS.items()}
-    for name, text in parse_qsl(query, keep_blank_values=True):
-        if name not in _OPTIONS:
-            raise InvalidArgument("model", uri, f"unknown option {name}; known: {', '.join(_OPTIONS)}")
-        _, least, most = _OPTIONS[name]
-        try:
-            values[name] = float(text) if name == "step_ms" else int(text)
-        except ValueError:
-            raise InvalidArgument("model", uri, f"{name} is a number") from None
-        if not least <= values[name] <= most:
-            raise InvalidArgument("model", uri, f"{name} from {least} to {most}")
-    return values
