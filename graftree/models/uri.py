@@ -7,8 +7,8 @@
     hub:owner/name    owner/name                a repository of the Hugging Face hub
     standin:?step_ms=5&vocab=512&context=4096   no model: a verifier of fixed step time, for benchmarks
 
-Any kind but `random` and `standin` takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an LLM). For a
-random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`.
+Any kind but `random` and `standin` takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an
+LLM). For a random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`.
 """
 
 from __future__ import annotations
