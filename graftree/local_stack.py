@@ -127,7 +127,7 @@ class LocalStack:
             if kind == "model":
                 wanted.add(uri)
         for uri in sorted(wanted):
-            if ModelUri.parse(uri).kind not in ("random", "directory"):
+            if ModelUri.parse(uri).kind not in ("random", "standin", "directory"):
                 self._notify(f"model {uri}")
                 pull(uri)
 
