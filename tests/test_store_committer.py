@@ -388,18 +388,43 @@ async def test_sessions_begun_and_finished_during_an_outage(quick: Bench) -> Non
 
 async def test_sessions_at_rest_are_restored_too(quick: Bench) -> None:
     """When Redis comes back empty, also the sessions that have nothing to say get their record back at once."""
-    await quick.committer.create(record("s-1", token_ids=(7, 8)))
-    await quick.committer.create(record("s-2"))
+    committer = quick.another(lease_seconds=1000)
+    await committer.create(record("s-1", token_ids=(7, 8)))
+    await committer.create(record("s-2"))
     quick.store.request_error = Unavailable("connection refused")
-    assert await quick.committer.commit(Commit("s-2", 1, 0, (9,))) is DEGRADED
+    assert await committer.commit(Commit("s-2", 1, 0, (9,))) is DEGRADED
     await quick.store.redis.flushall()
     quick.store.request_error = None
     for _ in range(4000):
-        if quick.committer.sessions_restored == 2:
+        if committer.sessions_restored == 2:
             break
         await asyncio.sleep(0.005)
     assert await quick.store.load("s-1") == record("s-1", token_ids=(7, 8))
     assert await quick.store.load("s-2") == record("s-2", token_ids=(9,))
+    await committer.close()
+
+
+async def test_another_owner_began_again(quick: Bench) -> None:
+    """After an empty restart another router may begin a session of the same id at the same epoch: the old owner
+    is fenced off by its name."""
+    await quick.committer.create(record())
+    await quick.store.redis.flushall()
+    await quick.store.create(record(owner="router-b"), 10)
+    with pytest.raises(LeaseLost, match="router-b"):
+        await quick.committer.commit(Commit("s-1", 1, 0, (7,)))
+    assert await quick.store.load("s-1") == record(owner="router-b")
+
+
+async def test_commits_do_not_wait_for_a_try(quick: Bench) -> None:
+    """Between two tries, however far apart, commits are answered at once."""
+    committer = quick.another(retry_seconds=(1000, 1000))
+    await committer.create(record())
+    quick.store.request_error = Unavailable("connection refused")
+    async with asyncio.timeout(60):
+        for length in range(3):
+            assert await committer.commit(Commit("s-1", 1, length, (7,))) is DEGRADED
+    assert committer.round_trips == 1
+    await committer.close(0)
 
 
 async def test_more_leases_than_a_group_holds(quick: Bench) -> None:

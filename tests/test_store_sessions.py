@@ -215,14 +215,18 @@ async def test_everything_expires(store: SessionStore, redis: Redis) -> None:
 
 
 async def test_whole_record(store: SessionStore, redis: Redis) -> None:
-    """A commit that carries the record writes it where there is none, catches up where Redis has less, and is
-    fenced off where another owner has begun again."""
+    """A commit that carries the record writes it where there is none (whatever tokens were left behind), catches
+    up where Redis has less, and is fenced off where another owner has begun again."""
     bare = record()
     whole = Commit("s-1", 1, 0, (7, 8, 9), owner="router-a", record=bare)
     assert await commit_one(store, whole) is None
     assert await store.load("s-1") == record(token_ids=(7, 8, 9))
     assert 0 < await redis.pttl(RECORD_KEY) <= 60_000
     assert 0 < await redis.pttl(TOKENS_KEY) <= 60_000
+    await redis.delete(RECORD_KEY)
+    await redis.set(TOKENS_KEY, pack((5, 6)))
+    assert await commit_one(store, whole) is None
+    assert await store.load("s-1") == record(token_ids=(7, 8, 9))
     await redis.set(TOKENS_KEY, pack((7,)))
     assert await commit_one(store, replace(whole, finished=True)) is None
     assert await store.load("s-1") == record(token_ids=(7, 8, 9), finished=True)

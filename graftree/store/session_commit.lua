@@ -15,10 +15,10 @@ end
 local length = redis.call('STRLEN', KEYS[2])
 local first = ARGV[3] * 4
 local last = first + #ARGV[4]
-if length < first or length > last then
+local known = length - first
+if known < 0 then
   return { 'STALE', length / 4 }
 end
-local known = length - first
 if known > 0 and redis.call('GETRANGE', KEYS[2], first, length - 1) ~= string.sub(ARGV[4], 1, known) then
   return { 'STALE', length / 4 }
 end
