@@ -7,10 +7,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
 
 SURE = math.log(0.99)
+
+
+def spec(name: str, **options: str) -> str:
+    """The drafter spec of a class of this module; options may hold `?` and `&`, as model URIs do."""
+    return f"tests.drafters:{name}" + (f"?{urlencode(options)}" if options else "")
 
 
 class Perfect(Drafter):

@@ -11,7 +11,9 @@ import torch
 from graftree.config import SpeculatorConfig
 from graftree.errors import ConfigError, ContextTooLong, ResourceExhausted
 from graftree.models.load import load
+from graftree.sampling import SamplingContext, SamplingParams, choose
 from graftree.v1 import common_pb2, speculation_pb2
+from speculator_service.drafters import loader
 from speculator_service.drafters.model import PREFILL_ROWS, ModelDrafter
 from speculator_service.engine import Engine
 from speculator_service.events import Close, Commit, Failed, Grown, Open
@@ -183,8 +185,6 @@ def test_a_long_prompt_does_not_stall_others() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_llm_as_its_own_ssm_is_always_right(model: Any, temperature: float) -> None:
     """With p = q the best child of every node is what plain decoding picks there, noise included."""
-    from graftree.sampling import SamplingContext, SamplingParams, choose
-
     stack = Stack(shortlist=512)
     stack.open("a", PROMPT, common_pb2.SamplingParams(temperature=temperature, seed=9))
     stack.settle()
@@ -200,8 +200,6 @@ def test_the_llm_as_its_own_ssm_is_always_right(model: Any, temperature: float) 
 
 def test_penalties_count_the_path(model: Any) -> None:
     """With a presence penalty the best child of every node is the penalised argmax along that very path."""
-    from graftree.sampling import SamplingContext, SamplingParams, choose
-
     stack = Stack()
     stack.open("a", PROMPT, common_pb2.SamplingParams(temperature=0.0, presence_penalty=2.0, repetition_penalty=1.3))
     stack.settle()
@@ -291,8 +289,13 @@ def test_random_weights_have_finite_chances() -> None:
 @pytest.mark.parametrize("spec", ["model:", "model:random:llama?nope=1", "model:random:nope"])
 def test_a_bad_model_names_the_key(spec: str) -> None:
     """A model URI that does not parse is a configuration error of `drafter`."""
-    from speculator_service.drafters import loader
-
     with pytest.raises(ConfigError) as caught:
         loader.load(SpeculatorConfig(drafter=spec, device="cpu"))
     assert caught.value.key == "drafter"
+
+
+def test_a_cache_below_one_block_names_its_own_key() -> None:
+    """What is wrong with another key than the spec is said of that key."""
+    with pytest.raises(ConfigError) as caught:
+        loader.load(SpeculatorConfig(drafter=f"model:{URI}", device="cpu", kv_tokens=3))
+    assert caught.value.key == "kv_tokens"

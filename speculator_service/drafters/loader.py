@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from graftree.config import SpeculatorConfig
-from graftree.errors import ConfigError, GraftreeError
+from graftree.errors import ConfigError, GraftreeError, Incompatible, InvalidArgument
 from speculator_service.drafters.base import Drafter
 from speculator_service.drafters.ngram import NgramDrafter
 from speculator_service.drafters.standin import StandinDrafter
@@ -26,7 +26,8 @@ def load(config: SpeculatorConfig) -> Drafter:
     """Build the drafter that `config.drafter` names; loads its model if it has one.
 
     Raises:
-        ConfigError: names `drafter`, the spec and what is wrong with it.
+        ConfigError: names `drafter`, the spec and what is wrong with it; or another key that does not fit the model.
+        Unavailable: its model could not be downloaded.
     """
     spec = config.drafter
     if spec.startswith("model:"):
@@ -56,7 +57,10 @@ def _load_model(config: SpeculatorConfig) -> Drafter:
             max_sessions=config.max_sessions,
             max_nodes=config.max_nodes,
         )
-    except GraftreeError as error:
+    except InvalidArgument as error:
+        key = error.field if error.field in SpeculatorConfig.model_fields else "drafter"
+        raise ConfigError(key, getattr(config, key), error.limit) from error
+    except Incompatible as error:
         raise ConfigError("drafter", config.drafter, str(error)) from error
 
 
