@@ -259,6 +259,18 @@ async def test_adopt(quick: Bench) -> None:
     assert await quick.tokens() == (7, 8)
 
 
+async def test_adopt_a_finished_session(quick: Bench) -> None:
+    """A finished session that was taken over, to be told again, is held until it is forgotten, and never longer."""
+    await quick.store.create(record(token_ids=(7,)), 10)
+    await quick.store.commit([Commit("s-1", 1, 1, (), finished=True)], 10)
+    quick.committer.adopt(await quick.store.acquire("s-1", "router-a", 10))
+    with pytest.raises(Stale):
+        await quick.committer.commit(Commit("s-1", 2, 1, (8,)))
+    assert quick.committer.sessions == 1
+    quick.committer.forget("s-1")
+    assert quick.committer.sessions == 0
+
+
 async def test_release(quick: Bench) -> None:
     """A released session is written to the end and can be acquired at once; a finished or unknown one is let be."""
     await quick.committer.create(record())

@@ -130,7 +130,8 @@ class Committer:
         old = self._sessions.get(record.session_id)
         if old is not None:
             self._drop(old)
-        self._hold(HeldSession.of(record, saved=len(record.token_ids)))
+        session = self._hold(HeldSession.of(record, saved=len(record.token_ids)))
+        session.finish_saved = record.finished
 
     async def commit(self, commit: Commit) -> Durability:
         """Append to a session's output; returns when its round trip is done, or at once during an outage.
