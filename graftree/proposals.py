@@ -121,7 +121,8 @@ def cut(proposals: Sequence[Proposals], keep: Callable[[Sequence[int]], bool]) -
 
     Args:
         proposals: the node's.
-        keep: tokens of the draws before -> whether the next draw is kept; the first False ends the node's draws.
+        keep: tokens of the draws before -> whether the next draw is kept, a pure function; the first False ends
+            the node's draws.
     """
     # `keep` never sees the draw it decides on: seen from there the draw is still distributed as q, so whether it is
     # tested changes no expectation. A choice by value would leave draws that no longer come from q (a repeat kept
@@ -136,8 +137,6 @@ def cut(proposals: Sequence[Proposals], keep: Callable[[Sequence[int]], bool]) -
             before.append(token)
         if len(before) > start:
             result.append(replace(proposal, tokens=tuple(before[start:])))
-        if len(before) - start < len(proposal.tokens):
-            break
     return tuple(result)
 
 
