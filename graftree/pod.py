@@ -15,7 +15,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from graftree import config as configuration
 from graftree.config import PodConfig
-from graftree.errors import ConfigError, GraftreeError, Incompatible, Unavailable
+from graftree.errors import ConfigError, GraftreeError, Incompatible
 from graftree.rpc.options import SERVER_OPTIONS
 from graftree.store.connection import connect
 from graftree.store.registry import PodRecord, Registry
@@ -92,7 +92,8 @@ class Pod(ABC, Generic[C]):
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
         waiter = asyncio.create_task(first.wait())
-        await asyncio.wait({waiter, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        first_of: set[asyncio.Future[Any]] = {waiter, self.failed}
+        await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
         if self.failed.done():
             raise self.failed.result()
@@ -141,8 +142,8 @@ class Pod(ABC, Generic[C]):
                 if not self.failed.done():
                     self.failed.set_result(error)
                 return
-            except Unavailable as error:
-                log.warning("registry unreachable", reason=str(error))
+            except GraftreeError as error:
+                log.warning("not registered", reason=str(error))
             registered.set()
             await asyncio.sleep(self.config.lease_seconds / 3)
 
@@ -213,7 +214,8 @@ async def _serve(pod: type[Pod[C]], config: C) -> None:
             return
         start.result()
         print(json.dumps({"ready": instance.address, "pod_id": config.pod_id}), flush=True)
-        await asyncio.wait({stop, instance.failed}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {stop, instance.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if instance.failed.done():
             raise instance.failed.result()
     finally:

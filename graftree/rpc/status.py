@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from graftree import errors
@@ -36,7 +37,7 @@ def to_status(error: GraftreeError) -> status_pb2.Status:
     """google.rpc.Status with ErrorInfo, and BadRequest or RetryInfo where they apply."""
     details: list[any_pb2.Any] = []
 
-    def pack(message: object) -> None:
+    def pack(message: Message) -> None:
         packed = any_pb2.Any()
         packed.Pack(message)
         details.append(packed)
