@@ -51,7 +51,7 @@ class NgramDrafter(Drafter):
         session, index = self._sessions[leaf.session_id]
         path = leaf.path[-self._max_n :]
         tail = path if len(path) == self._max_n else (*index.tail(), *path)[-self._max_n :]
-        probabilities, _ = index.continuations(tail)
+        probabilities = index.continuations(tail)
         if not probabilities:
             return []
         token_ids = np.fromiter(probabilities, dtype=np.int64, count=len(probabilities))

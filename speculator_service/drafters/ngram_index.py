@@ -61,33 +61,34 @@ class NgramIndex:
             self._restart()
             self.extend(kept)
 
-    def continuations(self, tail: Sequence[int]) -> tuple[dict[int, float], int]:
+    def continuations(self, tail: Sequence[int]) -> dict[int, float]:
         """What may follow `tail`, from the latest occurrences of its longest suffixes.
 
         Interpolated Witten-Bell (method C of Bell, Cleary, Witten, "Text Compression", 1990): the n-gram order with N
         occurrences and T different continuations gives N / (N + T) of what the longer orders left to its own
-        counts, and the rest to the next shorter order. So one old occurrence of a single token is worth 1/2, of
-        four tokens 15/16.
+        counts, and the rest to the next shorter order. Order 1 gives N / (N + 2 T): measured on greedy output of
+        SmolLM2-135M, N / (N + T) promised 0.5 where 0.26 came true, while the longer orders kept their word
+        (0.87 promised, 0.87 came true). So one old occurrence of a single token is worth 1/3, of four tokens 11/12.
 
         Returns:
-            Token -> probability, summing to less than 1; and the longest match's length, 0 = none.
+            Token -> probability, summing to less than 1; empty where nothing matches.
         """
         by_length = self._occurrences(tail)
         probabilities: dict[int, float] = {}
         counts: dict[int, int] = {}
-        total, left, longest = 0, 1.0, 0
+        total, left = 0, 1.0
         for length in range(self.max_n, 0, -1):
             for token in by_length[length]:
                 counts[token] = counts.get(token, 0) + 1
                 total += 1
             if not total:
                 continue
-            longest = longest or length
-            unit = left / (total + len(counts))
+            unseen = len(counts) if length > 1 else 2 * len(counts)
+            unit = left / (total + unseen)
             for token, occurrences in counts.items():
                 probabilities[token] = probabilities.get(token, 0.0) + occurrences * unit
-            left = len(counts) * unit
-        return probabilities, longest
+            left = unseen * unit
+        return probabilities
 
     def _occurrences(self, tail: Sequence[int]) -> list[list[int]]:
         """[length of the match] -> the tokens that followed, latest first."""

@@ -43,10 +43,10 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
                 logits[:, token] = -math.inf if bias <= BAN else logits[:, token] + bias
     scaled = logits if params.greedy else logits / params.temperature
     values, ids = torch.topk(scaled, min(size, logits.shape[-1]), dim=-1)
-    norms = torch.logsumexp(scaled.double(), dim=-1)
+    norms = torch.logsumexp(scaled, dim=-1)
     if not bool(torch.isfinite(norms).all()):
         raise GraftreeError("the SSM's logits are not finite")
-    log_q = (values.double() - norms[:, None]).cpu().numpy()
+    log_q = (values - norms[:, None]).double().cpu().numpy()
     return [_cut(row_ids, row, params) for row_ids, row in zip(ids.cpu().numpy(), log_q, strict=True)]
 
 
