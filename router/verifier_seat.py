@@ -71,7 +71,7 @@ class VerifierSeat:
                 session_id=self._wire_id,
                 step=self._step,
                 committed_length=committed_length,
-                tree=tree_to_proto(tree, log_probs=False),
+                tree=tree_to_proto(tree, log_probs=False) if len(tree) else None,
             )
         )
 
