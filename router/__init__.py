@@ -1,0 +1,1 @@
+"""The router tier: client streams, tokenizer, session life, tree merge and budget. No torch in its import graph."""

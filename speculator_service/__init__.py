@@ -1,0 +1,1 @@
+"""The speculator tier: one drafter, one living tree per session."""

@@ -1,0 +1,1 @@
+"""All tests; tiny random models unless marked `real_model`."""

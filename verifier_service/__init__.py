@@ -1,0 +1,1 @@
+"""The verifier tier: the LLM, its paged KV, the batch schedule and acceptance."""

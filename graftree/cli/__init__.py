@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     try:
         return int(chosen.run(chosen))
     except (InvalidArgument, ConfigError) as error:
@@ -54,14 +54,15 @@ def _complain(error: GraftreeError, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="graftree", description="An LLM's own answers, sooner, by token trees.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    root = _Parser(prog="graftree", description="An LLM's own answers, sooner, by token trees.", allow_abbrev=False)
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (up, generate, models):
         command.add_parser(commands)
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
-    return parser
+    return root
 
 
 def _version(_: argparse.Namespace) -> int:

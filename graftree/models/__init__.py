@@ -1,0 +1,1 @@
+"""Models: their URIs, the cache, loading, and the runner that forwards trees. Only some modules need torch."""
