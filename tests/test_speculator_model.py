@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -299,3 +300,25 @@ def test_a_cache_below_one_block_names_its_own_key() -> None:
     with pytest.raises(ConfigError) as caught:
         loader.load(SpeculatorConfig(drafter=f"model:{URI}", device="cpu", kv_tokens=3))
     assert caught.value.key == "kv_tokens"
+
+
+def test_blocks_return_after_many_short_sessions() -> None:
+    """Opened, committed to and closed at any moment of their life, 60 sessions leave the pool as they found it."""
+    stack = Stack("random:llama?layers=1&hidden=32&heads=2&kv_heads=1&vocab=512&context=256&seed=0", max_nodes=8)
+    lots = random.Random(0)
+    for number in range(60):
+        name = str(number)
+        stack.open(name, [lots.randrange(500) for _ in range(lots.randrange(1, 150))])
+        for _ in range(lots.randrange(4)):
+            stack.turn()
+            if lots.random() < 0.5:
+                stack.commit(name, [lots.randrange(500) for _ in range(lots.randrange(1, 4))])
+        if lots.random() < 0.7:
+            stack.engine._inbox.append(Close(name))
+    for number in range(60):
+        stack.engine._inbox.append(Close(str(number)))
+    stack.turn()
+    free, total = stack.drafter.blocks()
+    assert free == total
+    stack.drafter.runner.pool.check()
+    assert not [event for event in stack.events if isinstance(event, Failed)]
