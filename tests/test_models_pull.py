@@ -144,6 +144,12 @@ def test_directories(tmp_path: Path) -> None:
     assert pull(str(tmp_path)) == tmp_path
 
 
+def test_a_stand_in_has_no_files() -> None:
+    """The benchmarks' stand-in is a URI without anything to load."""
+    with pytest.raises(InvalidArgument, match="stand-in has none"):
+        load("standin:")
+
+
 def test_a_hub_model_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a connection, a repository that is not in the hub's cache is Unavailable, with advice."""
     import huggingface_hub.constants

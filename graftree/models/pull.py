@@ -90,6 +90,8 @@ def pull(
         return _pull_gguf(source, cache, progress, verify)
     if source.kind == "random":
         return _save_random(source, cache, progress, verify)
+    if source.kind == "standin":
+        raise InvalidArgument("model", str(source), "a model with files; a stand-in has none")
     directory = _pull_hub(source, weights) if source.kind == "hub" else Path(source.name)
     return _check_directory(source, directory, weights)
 
