@@ -22,7 +22,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[VerifyStep, _Mapping]]] = ..., closes: _Optional[_Iterable[str]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives")
+    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives", "structured_output")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class VerifyOpen(_message.Message):
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     salt: int
@@ -47,7 +48,8 @@ class VerifyOpen(_message.Message):
     min_new_tokens: int
     log_probs: bool
     alternatives: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ...) -> None: ...
+    structured_output: _common_pb2.StructuredOutputParams
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
     __slots__ = ("session_id", "step", "committed_length", "tree")
