@@ -7,7 +7,6 @@ and calls `kernels.tree_attention`. transformers builds no mask for a name it ha
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -21,15 +20,13 @@ from transformers import AttentionInterface
 from graftree.errors import GraftreeError, Incompatible, InvalidArgument
 from graftree.models.packed import can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
+from graftree.models.support import TESTED_FAMILIES, check, window_of
 from kernels import IMPLEMENTATIONS, TreeLayout, chain_masks, tree_attention
 
 if TYPE_CHECKING:
     from graftree.models.load import LoadedModel
 
 ATTENTION = "graftree_tree"
-
-# Families whose logits the tests compare with ordinary forwards. Others are compared when they are loaded.
-TESTED_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "opt", "gpt2", "mistral"})
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class TreeRunner:
         self.rows_computed = 0
         self.implementation = implementation
         self._model = loaded.model
-        _check_config(self._model)
+        check(self._model)
         self._device = self._model.device
         config = self._model.config
         known = config.model_type in TESTED_FAMILIES or config._attn_implementation == ATTENTION
@@ -287,7 +284,7 @@ class TreeRunner:
         if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
             raise Incompatible(f"{name} computes otherwise with tree attention: its positions or masks are its own")
         for layer, window in step.windows.items():
-            if window != _window(self._model.config, layer):
+            if window != window_of(self._model.config, layer):
                 raise Incompatible(f"{name} does not tell its attention the sliding window of layer {layer}")
 
 
@@ -315,38 +312,3 @@ def _ordinary_logits(model: Any) -> Tensor:
             raise Incompatible(f"{type(model).__name__} failed an ordinary forward: {error}") from error
         expected[list(rows)] = logits[0].float()
     return expected
-
-
-def _window(config: Any, layer: int) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    return window if kinds is None or kinds[layer] == "sliding_attention" else None
-
-
-def _check_config(model: Any) -> None:
-    """Refuse what is known not to work, from the configuration alone."""
-    config, name = model.config, type(model).__name__
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise Incompatible(f"{name} attends to an encoder")
-    if getattr(config, "alibi", False):
-        raise Incompatible(f"{name} uses ALiBi position biases")
-    if config.get_text_config() is not config:
-        raise Incompatible(f"{name} is not a text-only model")
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        raise Incompatible(f"{name} has layers of other kinds: {', '.join(sorted(map(str, others)))}")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise Incompatible(f"{name} does not use transformers' AttentionInterface")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(rope.get("rope_type", "default"))} | {
-        str(value.get("rope_type", "default")) for value in rope.values() if isinstance(value, dict)
-    }
-    if unstable := kinds & {"dynamic", "longrope"}:
-        raise Incompatible(f"{name}: {unstable.pop()} RoPE depends on the longest sequence of a batch")
-    parameters = inspect.signature(model.forward).parameters
-    for parameter in ("position_ids", "logits_to_keep"):
-        if parameter not in parameters:
-            raise Incompatible(f"{name}.forward takes no {parameter}")
-    layers = {m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")}
-    if layers != set(range(config.num_hidden_layers)):
-        raise Incompatible(f"{name}: layers are numbered {sorted(layers)}, not 0..{config.num_hidden_layers - 1}")
