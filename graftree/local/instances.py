@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import structlog
 
-from graftree import config as configuration
 from graftree.errors import GraftreeError, Unavailable
 from graftree.local.pod import MODULES, LocalPod, Tier
 from graftree.pod import Pod
@@ -88,17 +87,16 @@ class InstancePod(LocalPod):
 
     def start(self) -> None:
         """Start the instance on the loop."""
-        pod, config = tier_classes(self.tier)
-        built = configuration.build(config, self.values)
+        pod = _pod_class(self.tier)
 
         async def begin() -> None:
-            self._life = asyncio.create_task(self._live(pod, built), name=self.name)
+            self._life = asyncio.create_task(self._live(pod), name=self.name)
 
         self._loop.run(begin())
 
-    async def _live(self, pod: type[Pod[Any]], config: configuration.PodConfig) -> None:
+    async def _live(self, pod: type[Pod[Any]]) -> None:
         try:
-            self.instance = pod(config)
+            self.instance = pod(self.config)
             await self.instance.start()
             self._became_ready(self.instance.address)
             await asyncio.wait({self.instance.failed})
@@ -140,8 +138,7 @@ class InstancePod(LocalPod):
         self._ended(Unavailable(f"{self.name} was stopped"))
 
 
-def tier_classes(tier: Tier) -> tuple[type[Pod[Any]], type[configuration.PodConfig]]:
-    """A tier's pod and configuration, imported only now: a client has no use for them, and torch may not be there."""
-    module = importlib.import_module(f"{MODULES[tier]}.pod")
-    name = tier.capitalize()
-    return getattr(module, f"{name}Pod"), getattr(configuration, f"{name}Config")
+def _pod_class(tier: Tier) -> type[Pod[Any]]:
+    """Imported only now: a client has no use for it, and torch may not be there."""
+    found: type[Pod[Any]] = getattr(importlib.import_module(f"{MODULES[tier]}.pod"), f"{tier.capitalize()}Pod")
+    return found

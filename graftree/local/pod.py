@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from graftree import config as configuration
+from graftree.config import PodConfig, RouterConfig, SpeculatorConfig, VerifierConfig
 from graftree.errors import GraftreeError
 
 Tier = Literal["router", "verifier", "speculator"]
@@ -15,6 +17,11 @@ MODULES: dict[Tier, str] = {
     "router": "router",
     "verifier": "verifier_service",
     "speculator": "speculator_service",
+}
+CONFIGS: dict[Tier, type[PodConfig]] = {
+    "router": RouterConfig,
+    "verifier": VerifierConfig,
+    "speculator": SpeculatorConfig,
 }
 
 
@@ -27,6 +34,9 @@ class LocalPod(ABC):
         values: fields of its tier's configuration; `pod_id` is among them.
         on_exit: called, from any thread, with the pod and a reason when it ends without having been asked to.
 
+    Raises:
+        ConfigError: `values` are no configuration of the tier.
+
     Attributes:
         address: HOST:PORT once ready.
     """
@@ -35,6 +45,7 @@ class LocalPod(ABC):
         self, tier: Tier, index: int, values: Mapping[str, Any], on_exit: Callable[[LocalPod, str], None]
     ) -> None:
         self.tier, self.index, self.values = tier, index, dict(values)
+        self.config = configuration.build(CONFIGS[tier], self.values)
         self.address = ""
         self._on_exit = on_exit
         self._settled = threading.Event()  # ready, or ended
@@ -52,7 +63,7 @@ class LocalPod(ABC):
     @property
     def pod_id(self) -> str:
         """Its id in the registry."""
-        return str(self.values["pod_id"])
+        return self.config.pod_id
 
     @property
     @abstractmethod

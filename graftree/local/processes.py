@@ -124,7 +124,7 @@ class ProcessPod(LocalPod):
         """SIGTERM, which drains as long as the pod's own configuration says; SIGKILL if it stays beyond that."""
         self._asked = True
         if drain_seconds is None:
-            drain_seconds = float(self.values.get("drain_seconds", 10.0))
+            drain_seconds = self.config.drain_seconds
         self._signal(signal.SIGTERM)
         self._watcher.join(drain_seconds + _KILL_MARGIN_SECONDS)
         self.kill()
