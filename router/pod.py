@@ -7,12 +7,11 @@ import random
 import time
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl
 
 import structlog
 
 from graftree.config import RouterConfig
-from graftree.errors import InvalidArgument
+from graftree.models.uri import ModelUri
 from graftree.pod import Adder, Pod
 from graftree.store.committer import Committer
 from graftree.store.registry import PodRecord
@@ -28,7 +27,6 @@ from router.session import Tools
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 RECORD_SECONDS = 3600.0  # how long a session's record outlives its last commit
-STANDIN = "standin:"
 
 log = structlog.get_logger(__name__)
 
@@ -141,9 +139,5 @@ class RouterPod(Pod[RouterConfig]):
 
 def tokenizer_uri(model: str) -> str:
     """Model whose tokenizer serves `model`: its own, or for a stand-in the byte-level one of the same size."""
-    if not model.startswith(STANDIN):
-        return model
-    vocab = dict(parse_qsl(model.partition("?")[2])).get("vocab", "512")
-    if not vocab.isdecimal():
-        raise InvalidArgument("model", model, "vocab=N, an integer")
-    return f"random:llama?vocab={vocab}"
+    uri = ModelUri.parse(model)
+    return f"random:llama?vocab={uri.integer('vocab')}" if uri.kind == "standin" else model
