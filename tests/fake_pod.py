@@ -1,4 +1,4 @@
-"""A process that stands for a tier, to test how processes start and end: `python -m tests.fake_pod --drafter WHAT`."""
+"""A process that stands for a tier, to test what starts and ends them: `python -m tests.fake_pod --drafter WHAT`."""
 
 from __future__ import annotations
 
