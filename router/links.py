@@ -80,6 +80,7 @@ class Link(ABC, Generic[M]):
         self.metrics = metrics
         self.connected = False
         self.on_draining: Callable[[], None] = lambda: None
+        self._others = record.sessions  # sessions of other routers
         self._own_hello = hello
         self._connect_timeout = connect_timeout
         self._queue: list[Any] = []
@@ -94,8 +95,8 @@ class Link(ABC, Generic[M]):
 
     @property
     def sessions(self) -> int:
-        """Sessions on the pod: its own figure, or ours where that is newer."""
-        return max(self.load.sessions, len(self.members))
+        """Sessions on the pod: ours as they are, those of other routers as it last said."""
+        return len(self.members) + self._others
 
     @property
     def full(self) -> bool:
@@ -140,7 +141,7 @@ class Link(ABC, Generic[M]):
             raise Incompatible(f"{self.record.address}: protocol revision {revision}, this router speaks {REVISION}")
         self.hello = first.hello
         if first.HasField("load"):
-            self.load = first.load
+            self._take_load(first.load)
         self.connected = True
 
     async def serve(self) -> None:
@@ -189,8 +190,17 @@ class Link(ABC, Generic[M]):
         if self.members.pop(wire_id, None) is not None and self.connected:
             self._put(wire_id)
 
+    def take_record(self, record: PodRecord) -> None:
+        """What the registry says now."""
+        before, self.record = self.draining, record
+        # A second old, so it may count sessions of ours that have ended: it can lower the figure, not raise it.
+        self._others = min(self._others, max(0, record.sessions - len(self.members)))
+        if self.draining != before:
+            self.on_draining()
+
     def _take_load(self, load: PodLoad) -> None:
         before, self.load = self.draining, load
+        self._others = max(0, load.sessions - len(self.members))
         if self.draining != before:
             self.on_draining()
 

@@ -136,12 +136,9 @@ class Pods:
                 peer = self._peers[pod_id] = Peer(record)
                 peer.task = asyncio.create_task(self._keep(peer), name=f"link {pod_id}")
             elif record != known.record:
-                changed = record.draining != known.record.draining
                 known.record = record
                 if known.link is not None:
-                    known.link.record = record
-                if changed:
-                    self._changed()
+                    known.link.take_record(record)
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.record.pod_id]
