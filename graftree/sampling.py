@@ -1,8 +1,9 @@
 """How a token is chosen from the LLM's logits: one implementation for plain decoding and for every tree node.
 
-Order and meaning follow vLLM (v1/sample/sampler.py), computed in float64:
+Order and meaning follow vLLM (v1/sample/sampler.py), computed in float64. Log probabilities that are reported are the
+model's own, before all of this (`describe`).
 
-    0. log probabilities that are reported are the model's own, before any processor (`describe`)
+    0. structured output     tokens that the constraint does not allow are removed
     1. minimum tokens        stop tokens are removed until min_new_tokens are out
     2. logit bias            added; -100 removes the token
     3. repetition penalty    tokens of prompt and output: positive logits / r, others * r
@@ -14,7 +15,7 @@ Order and meaning follow vLLM (v1/sample/sampler.py), computed in float64:
     9. top-p                 keeps the smallest set, most likely first, that reaches p of what is left
    10. draw                  argmax(log p + g), g = `graftree.noise.gumbel(seed, position, token)`
 
-The output that 3 to 5 and 1 look at includes the node's own path from the root. Equal scores go to the lowest id.
+What looks at the output (0, 1, 3 to 5) includes the node's own path from the root. Equal scores go to the lowest id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -152,6 +153,14 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class OutputConstraint(Protocol):
+    """What sampling needs of `graftree.grammar.Constraint`."""
+
+    def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...
+
+
 class SamplingContext:
     """What the processors know of one sequence: its prompt and the output committed so far."""
 
@@ -163,6 +172,7 @@ class SamplingContext:
         vocab_size: int,
         min_new_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
+        constraint: OutputConstraint | None = None,
     ) -> None:
         """
         Args:
@@ -171,7 +181,9 @@ class SamplingContext:
             vocab_size: V, length of the logits.
             min_new_tokens: stop tokens are not chosen for this many output tokens.
             stop_token_ids: the tokens meant; ids at or above V are ignored.
+            constraint: what the output must look like; stands behind `output_ids`.
         """
+        self.constraint = constraint
         self._prompt_ids = tuple(prompt_ids)
         self._output_ids = list(output_ids)
         self._vocab_size = vocab_size
@@ -187,6 +199,8 @@ class SamplingContext:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit output tokens."""
         self._output_ids.extend(token_ids)
+        if self.constraint is not None:
+            self.constraint.advance(token_ids)
         if self._counts is not None:
             np.add.at(self._counts, np.asarray(token_ids, dtype=np.intp), 1)
 
@@ -243,7 +257,7 @@ class TokenLogProb:
 
 
 def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()) -> Floats:
-    """The distribution a token is drawn from, steps 1 to 9 of the module's list.
+    """The distribution a token is drawn from, steps 0 to 9 of the module's list.
 
     Args:
         logits: (V,) the model's logits at the node; not changed.
@@ -257,14 +271,20 @@ def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext,
 
     Raises:
         GraftreeError: the model's logits hold NaN or infinity, or no token is left.
+        InvalidArgument: the structured output and the other options leave no token.
     """
     scores = np.array(logits, dtype=np.float64)
+    if context.constraint is not None:
+        scores[~context.constraint.allowed(path)] = -math.inf
     scores[context.banned(path)] = -math.inf
     if params.logit_bias:
         tokens, biases = params._biases
         scores[tokens] += biases
     if params.penalised:
         _penalise(scores, params, context, path)
+    if context.constraint is not None and scores.max() == -math.inf:
+        limit = "a constraint that the other options (min_new_tokens, logit_bias) leave a token for"
+        raise InvalidArgument("structured_output", "no token is left to choose", limit)
     if params.greedy:
         return log_softmax(scores)
     scores /= params.temperature
@@ -297,9 +317,10 @@ def choose(logits: NDArray[Any], params: SamplingParams, context: SamplingContex
     """`pick` from `process`: the token that follows `path`, as plain decoding would choose it there.
 
     Raises:
-        GraftreeError: the model's logits hold NaN or infinity, or no token is left.
+        GraftreeError: as `process`.
     """
-    if params.greedy and not params.penalised and not params.logit_bias and not context.banned(path).size:
+    plain = params.greedy and not params.penalised and not params.logit_bias and context.constraint is None
+    if plain and not context.banned(path).size:
         token = int(np.argmax(logits))  # the first NaN counts as the maximum
         if not math.isfinite(logits[token]):
             raise GraftreeError("the model's logits are not finite")
