@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graftree.client import AsyncClient, Client
     from graftree.local_stack import LocalStack
-    from graftree.sdk.options import SpeculationOptions
+    from graftree.sdk.options import SpeculationOptions, StructuredOutput
     from graftree.sdk.results import Chunk, FinishReason, Result
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "LocalStack",
     "Result",
     "SpeculationOptions",
+    "StructuredOutput",
     "__version__",
 ]
 
@@ -35,6 +36,7 @@ _HOMES = {
     "LocalStack": "graftree.local_stack",
     "Result": "graftree.sdk.results",
     "SpeculationOptions": "graftree.sdk.options",
+    "StructuredOutput": "graftree.sdk.options",
 }
 
 

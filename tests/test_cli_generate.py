@@ -56,6 +56,19 @@ def test_options_reach_the_service() -> None:
     assert request.speculation.off
 
 
+def test_structured_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A schema is read from its file, other constraints from the command line; a missing file exits with 2."""
+    schema = tmp_path / "schema.json"
+    schema.write_text("{}")
+    with FakeGeneration(script(PIECES)) as service:
+        assert main(["generate", "p", "--target", service.target, "--json-schema", str(schema)]) == 0
+        assert main(["generate", "p", "--target", service.target, "--choice", "a", "--choice", "b"]) == 0
+        assert main(["generate", "p", "--target", service.target, "--grammar", str(tmp_path / "none")]) == 2
+    assert service.requests[0].structured_output.json_schema == "{}"
+    assert list(service.requests[1].structured_output.choice.options) == ["a", "b"]
+    assert "--grammar" in capsys.readouterr().err
+
+
 def test_chat_and_target_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """--chat wraps the prompt as a user's message; GRAFTREE_TARGET stands in for --target."""
     with FakeGeneration(script(PIECES)) as service:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from graftree import SpeculationOptions
+from graftree import SpeculationOptions, StructuredOutput
 from graftree.errors import InvalidArgument
 from graftree.sdk.options import build_request
-from graftree.v1 import generation_pb2
+from graftree.v1 import common_pb2, generation_pb2
 
 
 def test_nothing_given_is_nothing_set() -> None:
@@ -88,6 +88,30 @@ def test_speculation_off(speculation: bool | SpeculationOptions) -> None:
     assert build_request("x", {"speculation": speculation}).speculation.off
 
 
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (StructuredOutput(json_schema={"type": "object"}), {"json_schema": '{"type": "object"}'}),
+        (StructuredOutput(json_schema="{}"), {"json_schema": "{}"}),
+        (
+            StructuredOutput(json_object=True, disable_any_whitespace=True),
+            {"json_object": True, "disable_any_whitespace": True},
+        ),
+        (StructuredOutput(regex="a+"), {"regex": "a+"}),
+        (StructuredOutput(grammar="start: A"), {"grammar": "start: A"}),
+        (
+            StructuredOutput(choice=["a", "b"]),
+            {"choice": common_pb2.StructuredOutputParams.Choice(options=["a", "b"])},
+        ),
+        (StructuredOutput(choice=[]), {"choice": common_pb2.StructuredOutputParams.Choice()}),
+    ],
+)
+def test_structured_output(wanted: StructuredOutput, expected: dict[str, Any]) -> None:
+    """Each constraint lands in its field; a schema may be given as the object it is."""
+    request = build_request("x", {"structured_output": wanted})
+    assert request.structured_output == common_pb2.StructuredOutputParams(**expected)
+
+
 def test_unknown_keyword_is_a_type_error() -> None:
     """A misspelt option is never ignored."""
     with pytest.raises(TypeError, match=r"unknown option 'max_tokens'; known: .*max_new_tokens"):
@@ -115,6 +139,10 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ("speculation", "x", {"speculation": 4}),
         ("speculation.mode", "x", {"speculation": SpeculationOptions(mode="best")}),  # type: ignore[arg-type]
         ("speculation.mode", "x", {"speculation": SpeculationOptions(mode="unspecified")}),  # type: ignore[arg-type]
+        ("structured_output", "x", {"structured_output": "json"}),
+        ("structured_output", "x", {"structured_output": StructuredOutput()}),
+        ("structured_output", "x", {"structured_output": StructuredOutput(regex="a", json_object=True)}),
+        ("structured_output.regex", "x", {"structured_output": StructuredOutput(regex=3)}),  # type: ignore[arg-type]
         ("speculation.max_nodes", "x", {"speculation": SpeculationOptions(max_nodes=-1)}),
     ],
 )

@@ -9,11 +9,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from graftree.cli.stack import add_options, stack_arguments
 from graftree.client import Client, Stream
-from graftree.sdk.options import GenerateOptions, SpeculationOptions
+from graftree.errors import InvalidArgument
+from graftree.sdk.options import GenerateOptions, SpeculationOptions, StructuredOutput
 from graftree.sdk.results import Result
 
 
@@ -48,6 +50,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     sampling.add_argument("--min-p", type=float, metavar="P")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
+    shape = parser.add_argument_group("structured output, at most one")
+    shape.add_argument("--json-schema", metavar="FILE", help="the output satisfies the JSON Schema in this file")
+    shape.add_argument("--json-object", action="store_true", help="the output is a JSON object")
+    shape.add_argument("--regex", metavar="R", help="the whole output matches")
+    shape.add_argument("--grammar", metavar="FILE", help="the output is derived from the Lark grammar in this file")
+    shape.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these; repeatable")
     add_options(parser.add_argument_group("the private stack"))
     parser.set_defaults(run=run)
 
@@ -92,11 +100,29 @@ def _request(prompt: str, chosen: argparse.Namespace) -> tuple[str | None, Gener
     }
     if chosen.no_speculation or chosen.max_nodes is not None:
         options["speculation"] = SpeculationOptions(off=chosen.no_speculation, max_nodes=chosen.max_nodes)
+    structured = StructuredOutput(
+        json_schema=_content("--json-schema", chosen.json_schema),
+        json_object=chosen.json_object,
+        regex=chosen.regex,
+        grammar=_content("--grammar", chosen.grammar),
+        choice=chosen.choice,
+    )
+    if structured != StructuredOutput():
+        options["structured_output"] = structured
     if not chosen.chat and chosen.system is None:
         return prompt, options
     system = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
     options["chat"] = [*system, {"role": "user", "content": prompt}]
     return None, options
+
+
+def _content(flag: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(flag, path, f"a text file that can be read ({type(error).__name__})") from None
 
 
 def _show(stream: Stream, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -32,6 +33,27 @@ class SpeculationOptions:
     mode: Mode | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the output must look like; exactly one constraint is given (StructuredOutputParams in the protos).
+
+    Attributes:
+        json_schema: a JSON Schema, as text or as the object itself.
+        json_object: any JSON object.
+        regex: a regular expression that the whole output matches.
+        grammar: a context-free grammar in llguidance's Lark.
+        choice: one of these texts.
+        disable_any_whitespace: JSON without white space between its tokens.
+    """
+
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+    disable_any_whitespace: bool = False
+
+
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`. Beside `prompt`, exactly one of `token_ids` and `chat` may be the input.
 
@@ -60,6 +82,7 @@ class GenerateOptions(TypedDict, total=False):
     alternatives: int
     echo_prompt_token_ids: bool
     speculation: SpeculationOptions | bool | None
+    structured_output: StructuredOutput | None
     timeout: float | None
 
 
@@ -100,6 +123,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
             0.0  # a seed or a penalty alone must not turn a greedy request into a random one
         )
     _set_speculation(request, given.get("speculation"))
+    _set_structured_output(request, given.get("structured_output"))
     return request
 
 
@@ -154,6 +178,31 @@ def _set_speculation(request: generation_pb2.GenerateRequest, speculation: Specu
         if speculation.mode not in _MODES:
             raise InvalidArgument("speculation.mode", speculation.mode, f"one of {', '.join(_MODES)}")
         wire.mode = _MODES[speculation.mode]
+
+
+def _set_structured_output(request: generation_pb2.GenerateRequest, wanted: StructuredOutput | None) -> None:
+    if wanted is None:
+        return
+    if not isinstance(wanted, StructuredOutput):
+        raise InvalidArgument("structured_output", type(wanted).__name__, "StructuredOutput")
+    schema = wanted.json_schema
+    values = {
+        "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
+        "json_object": wanted.json_object or None,
+        "regex": wanted.regex,
+        "grammar": wanted.grammar,
+        "choice": wanted.choice,
+    }
+    names = [name for name, value in values.items() if value is not None]
+    if len(names) != 1:
+        raise InvalidArgument("structured_output", ", ".join(names), f"exactly one of {', '.join(values)}")
+    wire = request.structured_output
+    if wanted.choice is not None:
+        wire.choice.SetInParent()
+        _extend(wire.choice, "options", wanted.choice, "structured_output.choice.options")
+    else:
+        _set(wire, names[0], values[names[0]], f"structured_output.{names[0]}")
+    wire.disable_any_whitespace = wanted.disable_any_whitespace
 
 
 def _set(message: Any, name: str, value: Any, field: str = "") -> None:
