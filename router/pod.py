@@ -11,7 +11,6 @@ from typing import Any
 import structlog
 
 from graftree.config import RouterConfig
-from graftree.models.uri import ModelUri
 from graftree.pod import Adder, Pod
 from graftree.store.committer import Committer
 from graftree.store.registry import PodRecord
@@ -55,7 +54,7 @@ class RouterPod(Pod[RouterConfig]):
             InvalidArgument: `model` names none.
         """
         config = self.config
-        self.tokenizer = await asyncio.to_thread(Tokenizer.load, tokenizer_uri(config.model))
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
         store = SessionStore(self.redis, ttl_seconds=RECORD_SECONDS)
         self._committer = Committer(store, time.monotonic, lease_seconds=config.lease_seconds)
         self.pods = Pods(
@@ -135,9 +134,3 @@ class RouterPod(Pod[RouterConfig]):
     async def _first_verifier(self) -> None:
         while not self.pods.has_verifier:
             await self.pods.changed(self.pods.version)
-
-
-def tokenizer_uri(model: str) -> str:
-    """Model whose tokenizer serves `model`: its own, or for a stand-in the byte-level one of the same size."""
-    uri = ModelUri.parse(model)
-    return f"random:llama?vocab={uri.integer('vocab')}" if uri.kind == "standin" else model

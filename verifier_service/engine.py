@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +26,13 @@ from graftree.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from graftree.grammar import Grammars
 from graftree.models.paged import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.rpc.status import to_failure
 from graftree.sampling import describe
+from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.acceptance import ROOT, accept
 from verifier_service.counters import Counters
@@ -70,19 +73,27 @@ class Engine:
     """Sessions of all streams over one runner. Not thread-safe: `verifier_service.worker` owns it."""
 
     def __init__(
-        self, runner: Runner, *, max_sessions: int, step_tokens: int, clock: Clock = time.monotonic_ns
+        self,
+        runner: Runner,
+        *,
+        max_sessions: int,
+        step_tokens: int,
+        grammars: Grammars | None = None,
+        clock: Clock = time.monotonic_ns,
     ) -> None:
         """
         Args:
             runner: the LLM.
             max_sessions: sessions open at once.
             step_tokens: most rows of one forward.
+            grammars: for structured output; None = the model's own vocabulary, loaded on first use.
             clock: monotonic nanoseconds.
         """
         self.counters = Counters()
         self.sessions = 0
         self.draining = False
         self._runner, self._spec = runner, runner.spec
+        self._grammars = grammars or Grammars(partial(Tokenizer.load, runner.spec.name))
         self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
         self._scheduler = Scheduler(step_tokens)
         self._answers: dict[Stream, list[Answer]] = {}
@@ -234,7 +245,7 @@ class Engine:
             raise Unavailable("this verifier is draining")
         if self.sessions >= self._max_sessions:
             raise ResourceExhausted(f"{self.sessions} sessions open, at most {self._max_sessions}")
-        session = Session.open(message, stream, self._spec)
+        session = Session.open(message, stream, self._spec, self._grammars)
         pool, block_size = self._runner.pool, self._runner.kv.block_size
         wanted = -(-session.rows_reserved // block_size)
         if wanted > pool.num_blocks:

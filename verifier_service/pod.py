@@ -11,8 +11,10 @@ import structlog
 
 from graftree.config import VerifierConfig
 from graftree.errors import GraftreeError
+from graftree.grammar import Grammars
 from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
+from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.counters import Counters
 from verifier_service.engine import Engine, Runner
@@ -41,10 +43,16 @@ class VerifierPod(Pod[VerifierConfig]):
         """
         loop = asyncio.get_running_loop()
         self._loop, self._idle = loop, asyncio.Event()
-        self._runner = await asyncio.to_thread(load_runner, self.config)
+        grammars = Grammars(partial(Tokenizer.load, self.config.model))
+        self._runner, _ = await asyncio.gather(
+            asyncio.to_thread(load_runner, self.config), asyncio.to_thread(_prepare, grammars)
+        )
         spec = self._runner.spec
         self._engine = Engine(
-            self._runner, max_sessions=self.config.max_sessions, step_tokens=self.config.step_tokens
+            self._runner,
+            max_sessions=self.config.max_sessions,
+            step_tokens=self.config.step_tokens,
+            grammars=grammars,
         )
         self._worker = Worker(
             self._engine,
@@ -121,3 +129,11 @@ class VerifierPod(Pod[VerifierConfig]):
     def _die(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(GraftreeError(f"the engine thread died: {type(error).__name__}: {error}"))
+
+
+def _prepare(grammars: Grammars) -> None:
+    """What cannot be prepared costs the sessions that ask for structured output, and no others."""
+    try:
+        grammars.prepare()
+    except GraftreeError as error:
+        log.warning("no structured output", reason=str(error))

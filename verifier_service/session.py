@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from graftree.codec import tree_from_proto
 from graftree.errors import ContextTooLong, InvalidArgument, InvalidTree
+from graftree.grammar import Grammars
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.sampling import GREEDY, SamplingContext, SamplingParams
@@ -77,8 +78,13 @@ class Session:
     step: Step | None = None
 
     @classmethod
-    def open(cls, message: verification_pb2.VerifyOpen, stream: Stream, spec: ModelSpec) -> Session:
+    def open(
+        cls, message: verification_pb2.VerifyOpen, stream: Stream, spec: ModelSpec, grammars: Grammars
+    ) -> Session:
         """Check everything the message says.
+
+        Args:
+            grammars: of the model's vocabulary.
 
         Raises:
             InvalidArgument: names the field, the value and the limit.
@@ -109,6 +115,11 @@ class Session:
         stops = {token for token in message.stop_token_ids if token < vocab_size}
         if message.min_new_tokens and len(stops | params.banned) == vocab_size:
             raise InvalidArgument("stop_token_ids", len(stops), "min_new_tokens leaves at least one token to choose")
+        constraint = None
+        if message.HasField("structured_output"):
+            constraint = grammars.constrain(
+                message.structured_output, vocab_size=vocab_size, stop_token_ids=stops, output_ids=tokens[prompt:]
+            )
         return cls(
             session_id=message.session_id,
             stream=stream,
@@ -119,6 +130,7 @@ class Session:
                 vocab_size=vocab_size,
                 min_new_tokens=message.min_new_tokens,
                 stop_token_ids=stops,
+                constraint=constraint,
             ),
             token_ids=tokens,
             root_id=root_id(message.salt, tokens),

@@ -72,7 +72,7 @@ class StandInRunner:
         step_ms = parsed.options["step_ms"]
         assert isinstance(step_ms, float)
         vocab = parsed.integer("vocab")
-        tokenizer = Tokenizer.load(f"random:llama?vocab={vocab}")
+        tokenizer = Tokenizer.load(parsed)
         spec = ModelSpec(
             name=str(parsed),
             fingerprint=hashlib.sha256(f"standin vocab={vocab}".encode()).hexdigest(),

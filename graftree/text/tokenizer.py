@@ -67,6 +67,8 @@ class Tokenizer:
             Unavailable: the model could not be downloaded or converted.
         """
         parsed = ModelUri.parse(uri)
+        if parsed.kind == "standin":
+            parsed = ModelUri.parse(f"random:llama?vocab={parsed.integer('vocab')}")
         if parsed.kind == "random":
             return cls._byte_level(parsed)
         return cls.from_directory(pull(parsed, progress=False, weights=False))
