@@ -151,3 +151,15 @@ def test_empty_steps() -> None:
     run = runner(FAMILIES["llama"])
     assert run.forward([]) == []
     assert [logits.shape for logits in run.forward([chain_rows([], 0, [])])] == [(0, 300)]
+
+
+def test_rows_that_were_never_written_do_not_matter() -> None:
+    """A cache full of NaN gives the same logits: only rows that a step or an earlier one wrote are read."""
+    uri = FAMILIES["mistral-window"]
+    batch = [random_tree(8, 17, 12), random_tree(9, 3, 2), random_tree(10, 40, 33)]
+    for layer in runner(uri).kv.keys + runner(uri).kv.values:
+        layer.fill_(torch.nan)
+    with Sequences(uri, batch) as blocks:
+        got = runner(uri).forward([tree.rows(own) for tree, own in zip(batch, blocks, strict=True)])
+    for logits, tree in zip(got, batch, strict=True):
+        assert difference(logits, tree.expected(uri)) < TOLERANCE

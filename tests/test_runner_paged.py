@@ -12,9 +12,10 @@ from graftree.models.paged import BlockPool, PagedKV
 
 
 def cache(num_blocks: int = 6, block_size: int = 4) -> PagedKV:
-    return PagedKV(
-        layers=3, num_blocks=num_blocks, block_size=block_size, kv_heads=2, head_dim=5, dtype=torch.float32
-    )
+    kv = PagedKV(layers=3, num_blocks=num_blocks, block_size=block_size, kv_heads=2, head_dim=5, dtype=torch.float32)
+    for layer in kv.keys + kv.values:
+        layer.zero_()
+    return kv
 
 
 @settings(deadline=None)

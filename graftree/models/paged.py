@@ -82,7 +82,8 @@ class PagedKV:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._data = torch.zeros((2, layers, num_blocks, block_size, kv_heads, head_dim), dtype=dtype, device=device)
+        # Not zeroed: only rows that were written are read, and untouched pages take no memory yet.
+        self._data = torch.empty((2, layers, num_blocks, block_size, kv_heads, head_dim), dtype=dtype, device=device)
         self._rows = self._data.view(2, layers, num_blocks * block_size, kv_heads, head_dim)
         self.keys: list[Tensor] = list(self._data[0])
         self.values: list[Tensor] = list(self._data[1])
