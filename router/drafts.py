@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
-from graftree.errors import Unavailable
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from router.merge import MergedTree
@@ -19,7 +18,7 @@ from router.speculator_seat import SpeculatorSeat
 
 # A living tree is allowed more than one step verifies, so that it outlives a commit.
 LIVING_FACTOR = 2
-MAX_TRIES = 3  # openings of one session on one pod that keeps failing it
+MAX_TRIES = 3  # openings of one session on one pod that keeps failing it: each sends the whole text
 
 log = structlog.get_logger(__name__)
 
@@ -81,8 +80,7 @@ class Drafts:
         for kind, seat in lost:
             del self._seats[kind]
             self._metrics.lost_speculators += 1
-            # A pod that went away may come back; one that cannot serve this session is asked MAX_TRIES times.
-            self._tries[seat.pod_id] = self._tries.get(seat.pod_id, 0) + (not isinstance(seat.error, Unavailable))
+            self._tries[seat.pod_id] = self._tries.get(seat.pod_id, 0) + 1
             log.debug("speculator lost", pod=seat.pod_id, reason=str(seat.error))
         if not lost and self._seen == self._pods.version:
             return

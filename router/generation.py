@@ -14,6 +14,7 @@ from dataclasses import replace
 import structlog
 
 from graftree.errors import AlreadyExists, Cancelled, GraftreeError, LeaseLost
+from graftree.grammar import Grammars
 from graftree.store.sessions import SessionRecord, SessionStore
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
@@ -42,6 +43,7 @@ class Generation:
         message: GenerateRequest,
         *,
         tokenizer: Tokenizer,
+        grammars: Grammars,
         store: SessionStore,
         tools: Tools,
         over: Callable[[Generation], None],
@@ -52,6 +54,7 @@ class Generation:
         self.finished = False
         self._message = message
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._store = store
         self._tools = tools
         self._over = over
@@ -104,13 +107,15 @@ class Generation:
 
     async def _plan(self) -> GenerationPlan:
         message, pods = self._message, self._tools.pods
+        if message.HasField("structured_output"):
+            await asyncio.to_thread(self._grammars.compile, message.structured_output)
         if not pods.limits.vocab_size:
             await pods.some_verifier()  # the first one says what the limits are
         if len(message.prompt) > LONG_TEXT or message.HasField("chat"):
             prompt = await asyncio.to_thread(requests.tokenize, message, self._tokenizer)
         else:
             prompt = requests.tokenize(message, self._tokenizer)
-        return requests.plan(
+        plan = requests.plan(
             message,
             prompt,
             identifier=self.identifier,
@@ -119,6 +124,9 @@ class Generation:
             config=self._tools.config,
             source=self._tools.random,
         )
+        if plan.structured_output is not None:
+            self._grammars.ends(plan.stops.stop_token_ids)
+        return plan
 
     async def _begin(self, plan: GenerationPlan) -> tuple[GenerationPlan, SessionRecord]:
         """Create the session's record, or take over the one that an earlier life of this request left.

@@ -7,6 +7,7 @@ from random import Random
 
 from graftree.config import RouterConfig
 from graftree.errors import AlreadyExists, ResourceExhausted, Unavailable
+from graftree.grammar import Grammars
 from graftree.store.sessions import SessionStore
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
@@ -25,10 +26,18 @@ class Generations:
     """
 
     def __init__(
-        self, config: RouterConfig, *, tokenizer: Tokenizer, store: SessionStore, tools: Tools, identifiers: Random
+        self,
+        config: RouterConfig,
+        *,
+        tokenizer: Tokenizer,
+        grammars: Grammars,
+        store: SessionStore,
+        tools: Tools,
+        identifiers: Random,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._store = store
         self._tools = tools
         self._identifiers = identifiers
@@ -69,6 +78,7 @@ class Generations:
             identifier,
             message,
             tokenizer=self._tokenizer,
+            grammars=self._grammars,
             store=self._store,
             tools=self._tools,
             over=self._over,

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from graftree.config import RouterConfig
+from graftree.grammar import Grammars
 from graftree.pod import Adder, Pod
 from graftree.store.committer import Committer
 from graftree.store.registry import PodRecord
@@ -73,7 +74,12 @@ class RouterPod(Pod[RouterConfig]):
             random=self._random,
         )
         self.generations = Generations(
-            config, tokenizer=self.tokenizer, store=store, tools=tools, identifiers=self._random
+            config,
+            tokenizer=self.tokenizer,
+            grammars=Grammars(lambda: self.tokenizer),
+            store=store,
+            tools=tools,
+            identifiers=self._random,
         )
 
     def services(self) -> list[tuple[str, Adder]]:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+from graftree import grammar
+from graftree.acceptance import Rule
 from graftree.config import RouterConfig
 from graftree.errors import InvalidArgument
 from graftree.sampling import GREEDY, SamplingParams
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES
 from graftree.v1 import generation_pb2 as pb
+from graftree.v1.common_pb2 import StructuredOutputParams
 from router.stops import StopRules
 
 MAX_STOP_STRINGS = 16
@@ -24,7 +27,6 @@ MAX_ALTERNATIVES = 20
 MAX_CONTEXT = 1 << 30  # where a verifier names no limit
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_MODES = (pb.SPECULATION_MODE_UNSPECIFIED, pb.SPECULATION_MODE_TARGET_ONLY)
 
 
 class RequestTokenizer(Protocol):
@@ -64,6 +66,7 @@ class GenerationPlan:
         sampling: with the seed in force.
         max_length: sequence length that is never exceeded, prompt included.
         max_nodes: most tree nodes per verify step; 0 = plain decoding.
+        structured_output: what the output must look like; None = anything.
     """
 
     request_id: str
@@ -78,11 +81,18 @@ class GenerationPlan:
     echo_prompt_token_ids: bool
     max_nodes: int
     max_depth: int
+    rule: Rule = Rule.TARGET_ONLY
+    structured_output: StructuredOutputParams | None = None
 
     @property
     def seed(self) -> int:
         assert self.sampling.seed is not None, "check() draws one"
         return self.sampling.seed
+
+    @property
+    def tests_draws(self) -> bool:
+        """Whether the verifier tests the speculators' draws: tokens then depend on which of them came in time."""
+        return self.rule.at(self.sampling).tests_draws
 
 
 def request_id(request: pb.GenerateRequest, source: Random) -> str:
@@ -126,6 +136,8 @@ def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
         raise InvalidArgument(kind, size, f"at most {config.max_prompt_bytes} bytes of text")
     if request.HasField("sampling"):
         SamplingParams.from_proto(request.sampling).validate()
+    if request.HasField("structured_output"):
+        grammar.check(request.structured_output)
     _check_stopping(request.stopping)
     _check_output(request.output)
     _check_speculation(request.speculation)
@@ -157,10 +169,7 @@ def _check_output(output: pb.OutputParams) -> None:
 
 
 def _check_speculation(speculation: pb.SpeculationParams) -> None:
-    if speculation.mode not in _MODES:
-        known = pb.SpeculationMode.values()
-        name = pb.SpeculationMode.Name(speculation.mode) if speculation.mode in known else str(speculation.mode)
-        raise InvalidArgument("speculation.mode", name, "SPECULATION_MODE_TARGET_ONLY or unset")
+    Rule.from_proto(speculation.mode, field="speculation.mode")
     if speculation.max_nodes > MAX_TREE_NODES:
         raise InvalidArgument("speculation.max_nodes", speculation.max_nodes, f"at most {MAX_TREE_NODES}")
     if speculation.HasField("max_depth") and not 1 <= speculation.max_depth <= MAX_TREE_DEPTH:
@@ -242,6 +251,8 @@ def plan(
         echo_prompt_token_ids=request.output.echo_prompt_token_ids,
         max_nodes=_max_nodes(request.speculation, config),
         max_depth=request.speculation.max_depth or config.tree_depth,
+        rule=Rule.from_proto(request.speculation.mode),
+        structured_output=request.structured_output if request.HasField("structured_output") else None,
     )
 
 

@@ -55,6 +55,7 @@ class VerifierSeat:
                 min_new_tokens=plan.stops.min_new_tokens,
                 log_probs=plan.log_probs,
                 alternatives=plan.alternatives,
+                structured_output=plan.structured_output,
             ),
         )
 

@@ -156,6 +156,12 @@ class _FakePod:
             self.sessions.pop(session_id, None)
             mine.discard(session_id)
 
+    def _say(self, answer: Any, outbox: Outbox[Any]) -> None:
+        if isinstance(answer, common_pb2.SessionFailure):
+            self.sessions.pop(answer.session_id, None)
+        if answer is not None:
+            outbox.put(answer)
+
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
 
@@ -216,7 +222,7 @@ class FakeVerifier(_FakePod, verification_pb2_grpc.VerificationServiceServicer):
 
     def _open(self, opening: Any, outbox: Outbox[Any]) -> None:
         if self.refuse is not None:
-            outbox.put(to_failure(opening.session_id, self.refuse))
+            self._say(to_failure(opening.session_id, self.refuse), outbox)
 
     def _work(self, request: Any, outbox: Outbox[Any]) -> None:
         self.max_batch = max(self.max_batch, len(request.steps))
@@ -252,8 +258,7 @@ class FakeVerifier(_FakePod, verification_pb2_grpc.VerificationServiceServicer):
             for token in run:
                 verdict.log_probs.add(token_id=token, log_prob=-0.5, rank=1)
         answer = self.script(step, verdict)
-        if answer is not None:
-            outbox.put(answer)
+        self._say(answer, outbox)
 
 
 Draft = Callable[[Sequence[int]], list[tuple[tuple[int, ...], float]]]
@@ -327,8 +332,7 @@ class FakeSpeculator(_FakePod, speculation_pb2_grpc.SpeculationServiceServicer):
         opening = session.opening
         nodes = [node for node in self.draft(session.token_ids) if len(node[0]) <= opening.max_depth]
         answer = self.script(delta_of(session_id, opening.salt, session.token_ids, nodes[: opening.max_nodes]))
-        if answer is not None:
-            outbox.put(answer)
+        self._say(answer, outbox)
 
 
 def delta_of(

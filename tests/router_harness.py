@@ -53,7 +53,7 @@ class Harness:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that announces itself to nobody."""
-    for _ in range(20_000):
+    for _ in range(5_000):
         if condition():
             return
         await asyncio.sleep(0.0005)
