@@ -108,12 +108,20 @@ class Grammars:
 
     def ends(self, stop_token_ids: Iterable[int]) -> frozenset[int]:
         """Those of a request's stop tokens that may follow a satisfied constraint: the model's end-of-sequence tokens
-        and others without text. A stop token with text is text like any other."""
+        and others without text. A stop token with text is text like any other.
+
+        Raises:
+            InvalidArgument: there is none, so the output could not end.
+        """
         with self._lock:
             tokenizer = self._prepared().source
-        return frozenset(
+        ends = frozenset(
             token for token in stop_token_ids if token in tokenizer.eos_token_ids or not tokenizer.has_text(token)
         )
+        if not ends:
+            limit = "at least one: structured output ends with an end-of-sequence token, or a stop token without text"
+            raise InvalidArgument("stopping.stop_token_ids", "no token to end with", limit)
+        return ends
 
     def constrain(
         self,
@@ -136,9 +144,6 @@ class Grammars:
                 `output_ids` do not follow the constraint.
         """
         matcher, ends = self.compile(message), self.ends(stop_token_ids)
-        if not ends:
-            limit = "one, for the constraint to end with: an end-of-sequence token, or a stop token without text"
-            raise InvalidArgument("stopping.stop_token_ids", "no token that ends the request", limit)
         with self._lock:
             vocabulary = self._prepared()
         constraint = Constraint(

@@ -17,6 +17,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from graftree.errors import GraftreeError
 from graftree.sampling import SamplingContext, SamplingParams, choose
 from graftree.tree import TokenTree
 
@@ -56,12 +57,19 @@ def accept(
         context: its committed tokens; not changed.
 
     Raises:
-        GraftreeError: the LLM's logits are not finite.
+        GraftreeError: the LLM's logits at the root are not finite, or no token is left there.
     """
     children = tree.children()
     node, path, nodes = ROOT, list[int](), list[int]()
     while True:
-        token = choose(logits(node), params, context, path)
+        try:
+            token = choose(logits(node), params, context, path)
+        except GraftreeError:
+            if not nodes:
+                raise
+            # What came before may end the request, and then plain decoding never asks here: the run ends with the
+            # token that led here, and the error is the next step's, if there is one.
+            return Acceptance(tuple(path), tuple(nodes[:-1]))
         path.append(token)
         child = children[node].get(token)
         if child is None:
