@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graftree import noise
+from graftree.errors import GraftreeError, InvalidArgument
 from graftree.noise import Stream
 from graftree.proposals import DraftDistribution, Proposals
 from graftree.sampling import SamplingContext, SamplingParams, choose, pick, process
@@ -53,9 +54,21 @@ class Rule(IntEnum):
     NAIVE = 4
 
     @classmethod
-    def from_proto(cls, mode: int) -> Rule:
-        """Of a known SpeculationMode; unset means TARGET_ONLY."""
-        return cls(mode or cls.TARGET_ONLY)
+    def from_proto(cls, mode: int, *, field: str = "mode") -> Rule:
+        """Of a SpeculationMode; unset means TARGET_ONLY.
+
+        Raises:
+            InvalidArgument: names `field`; no mode has this number.
+        """
+        try:
+            return cls(mode or cls.TARGET_ONLY)
+        except ValueError:
+            known = ", ".join(f"SPECULATION_MODE_{rule.name}" for rule in cls)
+            raise InvalidArgument(field, mode, f"one of {known}") from None
+
+    def at(self, params: SamplingParams) -> Rule:
+        """The rule in force: at temperature 0 every one is TARGET_ONLY."""
+        return Rule.TARGET_ONLY if params.greedy else self
 
     @property
     def tests_draws(self) -> bool:
@@ -221,11 +234,21 @@ def walk(tree: TokenTree, token_at: Callable[[int, Sequence[int]], int]) -> Acce
     Args:
         tree: valid guesses below the last committed token.
         token_at: (node index or `ROOT`, tokens from the root's child to it) -> token emitted there.
+
+    Raises:
+        GraftreeError: no token can be emitted at the root.
     """
     children = tree.children()
     node, path, nodes = ROOT, list[int](), list[int]()
     while True:
-        token = token_at(node, path)
+        try:
+            token = token_at(node, path)
+        except GraftreeError:
+            if not nodes:
+                raise
+            # What came before may end the request, and then plain decoding never asks here: the run ends with the
+            # token that led here, and the error is the next step's, if there is one.
+            return Acceptance(tuple(path), tuple(nodes[:-1]))
         path.append(token)
         child = children[node].get(token)
         if child is None:
@@ -255,7 +278,7 @@ def accept(
             draw needs no node: where it is accepted without one, it is the bonus token.
 
     Raises:
-        GraftreeError: the LLM's logits are not finite.
+        GraftreeError: the LLM's logits at the root are not finite, or no token is left there.
     """
     proposed = proposals or {}
 

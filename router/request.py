@@ -66,6 +66,7 @@ class GenerationPlan:
         sampling: with the seed in force.
         max_length: sequence length that is never exceeded, prompt included.
         max_nodes: most tree nodes per verify step; 0 = plain decoding.
+        rule: how drafts are accepted.
         structured_output: what the output must look like; None = anything.
     """
 

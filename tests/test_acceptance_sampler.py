@@ -17,7 +17,7 @@ from graftree.noise import Stream
 from graftree.proposals import DraftDistribution, Proposals, draft_salt
 from graftree.sampling import GREEDY, SamplingContext, SamplingParams, choose, pick
 from graftree.tree import TokenTree, node_id
-from graftree.v1 import generation_pb2
+from graftree.v1 import common_pb2
 from tests.acceptance_exact import Floats, distribution, normalised
 
 MSS_RULES = [Rule.MSS, Rule.MSS_WITHOUT_REPLACEMENT]
@@ -34,10 +34,10 @@ def p_value(counts: NDArray[np.int64], expected: Floats) -> float:
 def test_rules_have_the_wires_numbers() -> None:
     """A rule is the SpeculationMode of the same name; unset is TARGET_ONLY."""
     for rule in Rule:
-        assert generation_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{rule.name}") == rule
-    assert len(generation_pb2.SpeculationMode.values()) == len(Rule) + 1
-    assert Rule.from_proto(generation_pb2.SPECULATION_MODE_UNSPECIFIED) is Rule.TARGET_ONLY
-    assert Rule.from_proto(generation_pb2.SPECULATION_MODE_MSS) is Rule.MSS
+        assert common_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{rule.name}") == rule
+    assert len(common_pb2.SpeculationMode.values()) == len(Rule) + 1
+    assert Rule.from_proto(common_pb2.SPECULATION_MODE_UNSPECIFIED) is Rule.TARGET_ONLY
+    assert Rule.from_proto(common_pb2.SPECULATION_MODE_MSS) is Rule.MSS
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_every_keyword_lands_in_its_field() -> None:
         ),
         output=generation_pb2.OutputParams(log_probs=True, alternatives=3, echo_prompt_token_ids=True),
         speculation=generation_pb2.SpeculationParams(
-            mode=generation_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2
+            mode=common_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2
         ),
     )
     sampling = expected.sampling

@@ -62,7 +62,6 @@ def plan(request: pb.GenerateRequest, context: int = CONTEXT, **config: Any) -> 
         ({"stopping": {"stop_token_ids": [1, 600]}}, r"stopping.stop_token_ids\[1\]", "below the vocabulary"),
         ({"output": {"log_probs": True, "alternatives": 21}}, "output.alternatives", "at most 20"),
         ({"output": {"alternatives": 2}}, "output.alternatives", "0 without"),
-        ({"speculation": {"mode": pb.SPECULATION_MODE_MSS}}, "speculation.mode", "TARGET_ONLY"),
         ({"speculation": {"mode": 77}}, "speculation.mode", "TARGET_ONLY"),
         ({"speculation": {"max_nodes": 1025}}, "speculation.max_nodes", "at most 1024"),
         ({"speculation": {"max_depth": 0}}, "speculation.max_depth", "1 to 128"),

@@ -88,11 +88,11 @@ class GenerateOptions(TypedDict, total=False):
 
 _SAMPLING = tuple(each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields if each.name != "logit_bias")
 _STOPPING = ("max_new_tokens", "min_new_tokens", "ignore_eos")
-_MODES: dict[Mode, generation_pb2.SpeculationMode] = {
-    "target_only": generation_pb2.SPECULATION_MODE_TARGET_ONLY,
-    "mss": generation_pb2.SPECULATION_MODE_MSS,
-    "mss_without_replacement": generation_pb2.SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT,
-    "naive": generation_pb2.SPECULATION_MODE_NAIVE,
+_MODES: dict[Mode, common_pb2.SpeculationMode] = {
+    "target_only": common_pb2.SPECULATION_MODE_TARGET_ONLY,
+    "mss": common_pb2.SPECULATION_MODE_MSS,
+    "mss_without_replacement": common_pb2.SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT,
+    "naive": common_pb2.SPECULATION_MODE_NAIVE,
 }
 _OUTPUT = ("log_probs", "alternatives", "echo_prompt_token_ids")
 

@@ -1,10 +1,24 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECULATION_MODE_UNSPECIFIED: _ClassVar[SpeculationMode]
+    SPECULATION_MODE_TARGET_ONLY: _ClassVar[SpeculationMode]
+    SPECULATION_MODE_MSS: _ClassVar[SpeculationMode]
+    SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT: _ClassVar[SpeculationMode]
+    SPECULATION_MODE_NAIVE: _ClassVar[SpeculationMode]
+SPECULATION_MODE_UNSPECIFIED: SpeculationMode
+SPECULATION_MODE_TARGET_ONLY: SpeculationMode
+SPECULATION_MODE_MSS: SpeculationMode
+SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT: SpeculationMode
+SPECULATION_MODE_NAIVE: SpeculationMode
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -67,6 +81,16 @@ class TokenTree(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, root_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Proposals(_message.Message):
+    __slots__ = ("ids", "weights", "count")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    count: int
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class TokenLogProb(_message.Message):
     __slots__ = ("token_id", "log_prob", "rank", "alternatives")

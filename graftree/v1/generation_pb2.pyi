@@ -8,24 +8,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SPECULATION_MODE_UNSPECIFIED: _ClassVar[SpeculationMode]
-    SPECULATION_MODE_TARGET_ONLY: _ClassVar[SpeculationMode]
-    SPECULATION_MODE_MSS: _ClassVar[SpeculationMode]
-    SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT: _ClassVar[SpeculationMode]
-    SPECULATION_MODE_NAIVE: _ClassVar[SpeculationMode]
-
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
-SPECULATION_MODE_UNSPECIFIED: SpeculationMode
-SPECULATION_MODE_TARGET_ONLY: SpeculationMode
-SPECULATION_MODE_MSS: SpeculationMode
-SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT: SpeculationMode
-SPECULATION_MODE_NAIVE: SpeculationMode
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -102,11 +89,11 @@ class SpeculationParams(_message.Message):
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     OFF_FIELD_NUMBER: _ClassVar[int]
-    mode: SpeculationMode
+    mode: _common_pb2.SpeculationMode
     max_nodes: int
     max_depth: int
     off: bool
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., off: _Optional[bool] = ...) -> None: ...
+    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., off: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "chunk", "finished")

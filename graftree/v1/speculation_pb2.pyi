@@ -22,7 +22,7 @@ class SpeculateRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[str]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("session_id", "salt", "token_ids", "prompt_tokens", "sampling", "max_nodes", "max_depth", "vocab_size", "max_length")
+    __slots__ = ("session_id", "salt", "token_ids", "prompt_tokens", "sampling", "max_nodes", "max_depth", "vocab_size", "max_length", "mode", "draft_salt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class DraftOpen(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SALT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     salt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -41,7 +43,9 @@ class DraftOpen(_message.Message):
     max_depth: int
     vocab_size: int
     max_length: int
-    def __init__(self, session_id: _Optional[str] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+    mode: _common_pb2.SpeculationMode
+    draft_salt: int
+    def __init__(self, session_id: _Optional[str] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., draft_salt: _Optional[int] = ...) -> None: ...
 
 class DraftCommit(_message.Message):
     __slots__ = ("session_id", "token_ids", "committed_length")
@@ -66,7 +70,14 @@ class SpeculateResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TreeDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_common_pb2.SessionFailure, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.PodLoad, _Mapping]] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("session_id", "parent_ids", "token_ids", "log_probs", "committed_length", "complete", "timings")
+    __slots__ = ("session_id", "parent_ids", "token_ids", "log_probs", "committed_length", "complete", "timings", "proposals")
+    class NodeProposals(_message.Message):
+        __slots__ = ("node_id", "proposals")
+        NODE_ID_FIELD_NUMBER: _ClassVar[int]
+        PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+        node_id: int
+        proposals: _common_pb2.Proposals
+        def __init__(self, node_id: _Optional[int] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +85,7 @@ class TreeDelta(_message.Message):
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     parent_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -81,4 +93,5 @@ class TreeDelta(_message.Message):
     committed_length: int
     complete: bool
     timings: _common_pb2.StageTimings
-    def __init__(self, session_id: _Optional[str] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., committed_length: _Optional[int] = ..., complete: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.StageTimings, _Mapping]] = ...) -> None: ...
+    proposals: _containers.RepeatedCompositeFieldContainer[TreeDelta.NodeProposals]
+    def __init__(self, session_id: _Optional[str] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., committed_length: _Optional[int] = ..., complete: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.StageTimings, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[TreeDelta.NodeProposals, _Mapping]]] = ...) -> None: ...

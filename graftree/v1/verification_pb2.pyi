@@ -22,7 +22,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[VerifyStep, _Mapping]]] = ..., closes: _Optional[_Iterable[str]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives", "structured_output")
+    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives", "structured_output", "mode")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class VerifyOpen(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     salt: int
@@ -49,19 +50,31 @@ class VerifyOpen(_message.Message):
     log_probs: bool
     alternatives: int
     structured_output: _common_pb2.StructuredOutputParams
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ...) -> None: ...
+    mode: _common_pb2.SpeculationMode
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
-    __slots__ = ("session_id", "step", "committed_length", "tree")
+    __slots__ = ("session_id", "step", "committed_length", "tree", "proposals")
+    class NodeProposals(_message.Message):
+        __slots__ = ("node", "salt", "proposals")
+        NODE_FIELD_NUMBER: _ClassVar[int]
+        SALT_FIELD_NUMBER: _ClassVar[int]
+        PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+        node: int
+        salt: int
+        proposals: _common_pb2.Proposals
+        def __init__(self, node: _Optional[int] = ..., salt: _Optional[int] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step: int
     committed_length: int
     tree: _common_pb2.TokenTree
-    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., committed_length: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.TokenTree, _Mapping]] = ...) -> None: ...
+    proposals: _containers.RepeatedCompositeFieldContainer[VerifyStep.NodeProposals]
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., committed_length: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.TokenTree, _Mapping]] = ..., proposals: _Optional[_Iterable[_Union[VerifyStep.NodeProposals, _Mapping]]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("hello", "verdicts", "failures", "load")
