@@ -52,9 +52,7 @@ def test_every_keyword_lands_in_its_field() -> None:
             max_new_tokens=9, min_new_tokens=2, stop=["end"], stop_token_ids=[5], ignore_eos=True
         ),
         output=generation_pb2.OutputParams(log_probs=True, alternatives=3, echo_prompt_token_ids=True),
-        speculation=generation_pb2.SpeculationParams(
-            mode=common_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2
-        ),
+        speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2),
     )
     sampling = expected.sampling
     sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p = 0.5, 3, 0.75, 0.25
