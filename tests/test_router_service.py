@@ -128,8 +128,9 @@ async def test_errors_name_the_field() -> None:
         with pytest.raises(InvalidArgument, match=r"257 tokens.*255.*256") as caught:
             await stack.client.generate(token_ids=[1] * 257)
         assert caught.value.field == "token_ids.ids"
-        with pytest.raises(InvalidArgument, match="TARGET_ONLY"):
-            await stack.client.generate(token_ids=PROMPT, speculation=SpeculationOptions(mode="mss"))
+        with pytest.raises(InvalidArgument, match="at most 1024") as caught:
+            await stack.client.generate(token_ids=PROMPT, speculation=SpeculationOptions(max_nodes=1025))
+        assert caught.value.field == "speculation.max_nodes"
     assert not verifier.opened
 
 
