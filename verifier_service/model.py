@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from graftree.config import VerifierConfig
-from graftree.errors import ConfigError
+from graftree.errors import ConfigError, Incompatible
 from graftree.models.load import load
 from graftree.models.runner import TreeRunner, chain_rows
 from graftree.models.uri import ModelUri
@@ -34,6 +34,8 @@ def load_runner(config: VerifierConfig) -> Runner:
     if uri.kind == "standin":
         return StandInRunner.load(uri, kv_tokens=config.kv_tokens, block_size=config.block_size)
     loaded = load(uri, dtype=config.dtype, device=config.device)
+    if not loaded.spec.max_context:
+        raise Incompatible(f"{uri}: its configuration names no context length")
     tokens = config.kv_tokens or capacity.kv_tokens(
         bytes_per_token=capacity.bytes_per_token(loaded.model),
         device=loaded.model.device,
