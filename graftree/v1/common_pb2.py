@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18graftree/v1/common.proto\x12\x0bgraftree.v1\"\xc4\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.graftree.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xf1\x01\n\x16StructuredOutputParams\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12<\n\x06\x63hoice\x18\x05 \x01(\x0b\x32*.graftree.v1.StructuredOutputParams.ChoiceH\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x1a\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\tB\x0c\n\nconstraint\"S\n\tTokenTree\x12\x0f\n\x07root_id\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\"8\n\tProposals\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\x02\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\xb0\x01\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12;\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32%.graftree.v1.TokenLogProb.Alternative\x1a\x31\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\"Y\n\x0cStageTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tsample_ns\x18\x03 \x01(\x04\x12\x10\n\x08total_ns\x18\x04 \x01(\x04\"~\n\x07PodLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\x8e\x01\n\x0bStreamHello\x12\x10\n\x08revision\x18\x01 \x01(\r\x12\x0e\n\x06pod_id\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11vocab_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\"k\n\x0eSessionFailure\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r*\xb9\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cSPECULATION_MODE_TARGET_ONLY\x10\x01\x12\x18\n\x14SPECULATION_MODE_MSS\x10\x02\x12,\n(SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT\x10\x03\x12\x1a\n\x16SPECULATION_MODE_NAIVE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18graftree/v1/common.proto\x12\x0bgraftree.v1\"\xf2\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.graftree.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\n \x03(\t\x12\x46\n\x13\x62\x61\x64_words_token_ids\x18\x0b \x03(\x0b\x32).graftree.v1.SamplingParams.TokenSequence\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0c \x03(\r\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x1a\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xf1\x01\n\x16StructuredOutputParams\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12<\n\x06\x63hoice\x18\x05 \x01(\x0b\x32*.graftree.v1.StructuredOutputParams.ChoiceH\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x1a\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\tB\x0c\n\nconstraint\"S\n\tTokenTree\x12\x0f\n\x07root_id\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\"8\n\tProposals\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\x02\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\xb0\x01\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12;\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32%.graftree.v1.TokenLogProb.Alternative\x1a\x31\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\"Y\n\x0cStageTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tsample_ns\x18\x03 \x01(\x04\x12\x10\n\x08total_ns\x18\x04 \x01(\x04\"~\n\x07PodLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\x8e\x01\n\x0bStreamHello\x12\x10\n\x08revision\x18\x01 \x01(\r\x12\x0e\n\x06pod_id\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11vocab_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\"k\n\x0eSessionFailure\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r*\xb9\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cSPECULATION_MODE_TARGET_ONLY\x10\x01\x12\x18\n\x14SPECULATION_MODE_MSS\x10\x02\x12,\n(SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT\x10\x03\x12\x1a\n\x16SPECULATION_MODE_NAIVE\x10\x04*d\n\x0cLogProbsMode\x12\x1e\n\x1aLOG_PROBS_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOG_PROBS_MODE_RAW\x10\x01\x12\x1c\n\x18LOG_PROBS_MODE_PROCESSED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=1536
-  _globals['_SPECULATIONMODE']._serialized_end=1721
+  _globals['_SPECULATIONMODE']._serialized_start=1710
+  _globals['_SPECULATIONMODE']._serialized_end=1895
+  _globals['_LOGPROBSMODE']._serialized_start=1897
+  _globals['_LOGPROBSMODE']._serialized_end=1997
   _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=494
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=325
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=373
-  _globals['_STRUCTUREDOUTPUTPARAMS']._serialized_start=497
-  _globals['_STRUCTUREDOUTPUTPARAMS']._serialized_end=738
-  _globals['_STRUCTUREDOUTPUTPARAMS_CHOICE']._serialized_start=699
-  _globals['_STRUCTUREDOUTPUTPARAMS_CHOICE']._serialized_end=724
-  _globals['_TOKENTREE']._serialized_start=740
-  _globals['_TOKENTREE']._serialized_end=823
-  _globals['_PROPOSALS']._serialized_start=825
-  _globals['_PROPOSALS']._serialized_end=881
-  _globals['_TOKENLOGPROB']._serialized_start=884
-  _globals['_TOKENLOGPROB']._serialized_end=1060
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1011
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1060
-  _globals['_STAGETIMINGS']._serialized_start=1062
-  _globals['_STAGETIMINGS']._serialized_end=1151
-  _globals['_PODLOAD']._serialized_start=1153
-  _globals['_PODLOAD']._serialized_end=1279
-  _globals['_STREAMHELLO']._serialized_start=1282
-  _globals['_STREAMHELLO']._serialized_end=1424
-  _globals['_SESSIONFAILURE']._serialized_start=1426
-  _globals['_SESSIONFAILURE']._serialized_end=1533
+  _globals['_SAMPLINGPARAMS']._serialized_end=668
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=469
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=517
+  _globals['_SAMPLINGPARAMS_TOKENSEQUENCE']._serialized_start=519
+  _globals['_SAMPLINGPARAMS_TOKENSEQUENCE']._serialized_end=547
+  _globals['_STRUCTUREDOUTPUTPARAMS']._serialized_start=671
+  _globals['_STRUCTUREDOUTPUTPARAMS']._serialized_end=912
+  _globals['_STRUCTUREDOUTPUTPARAMS_CHOICE']._serialized_start=873
+  _globals['_STRUCTUREDOUTPUTPARAMS_CHOICE']._serialized_end=898
+  _globals['_TOKENTREE']._serialized_start=914
+  _globals['_TOKENTREE']._serialized_end=997
+  _globals['_PROPOSALS']._serialized_start=999
+  _globals['_PROPOSALS']._serialized_end=1055
+  _globals['_TOKENLOGPROB']._serialized_start=1058
+  _globals['_TOKENLOGPROB']._serialized_end=1234
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1185
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1234
+  _globals['_STAGETIMINGS']._serialized_start=1236
+  _globals['_STAGETIMINGS']._serialized_end=1325
+  _globals['_PODLOAD']._serialized_start=1327
+  _globals['_PODLOAD']._serialized_end=1453
+  _globals['_STREAMHELLO']._serialized_start=1456
+  _globals['_STREAMHELLO']._serialized_end=1598
+  _globals['_SESSIONFAILURE']._serialized_start=1600
+  _globals['_SESSIONFAILURE']._serialized_end=1707
 # @@protoc_insertion_point(module_scope)

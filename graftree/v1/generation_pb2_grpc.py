@@ -52,7 +52,7 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates from one prompt. Events: one `started`, any number of `chunk`, one `finished`.
+        """Generates from one prompt. Events: one `started`, then for each sample any number of `chunk` and one `finished`.
         Errors: INVALID_ARGUMENT with google.rpc.BadRequest; RESOURCE_EXHAUSTED and UNAVAILABLE with google.rpc.RetryInfo;
         ALREADY_EXISTS when request_id is in use for a different request.
         """
