@@ -7,7 +7,7 @@ the first event. When the last one leaves before the end, nobody wants the answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ class Generation:
     Args:
         message: checked already (`router.request.check`).
         over: called once, when nothing will follow.
+        after: tasks of earlier generations under this id, which still hold its record.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Generation:
         store: SessionStore,
         tools: Tools,
         over: Callable[[Generation], None],
+        after: Sequence[asyncio.Task[None]] = (),
     ) -> None:
         self.identifier = identifier
         self.digest = requests.digest(message)
@@ -58,6 +60,7 @@ class Generation:
         self._store = store
         self._tools = tools
         self._over = over
+        self._after = after
         self._readers = 0
         self._session: Session | None = None
         self._arrived_ns = tools.clock_ns()
@@ -84,6 +87,8 @@ class Generation:
 
     async def _run(self) -> None:
         try:
+            if self._after:
+                await asyncio.wait(self._after)
             plan = await self._plan()
             plan, record = await self._begin(plan)
             try:

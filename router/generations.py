@@ -43,7 +43,7 @@ class Generations:
         self._identifiers = identifiers
         self._running: dict[str, Generation] = {}
         self._replays: dict[str, Generation] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[asyncio.Task[None], str] = {}
         self.draining = False
 
     def __len__(self) -> int:
@@ -82,6 +82,7 @@ class Generations:
             store=self._store,
             tools=self._tools,
             over=self._over,
+            after=[task for task, name in self._leaving.items() if name == identifier],
         )
         self._running[identifier] = generation
         return generation
@@ -108,8 +109,8 @@ class Generations:
     def _over(self, generation: Generation) -> None:
         self._running.pop(generation.identifier, None)
         # Its record is given back by the task, which may still be on its way out.
-        self._leaving.add(generation.task)
-        generation.task.add_done_callback(self._leaving.discard)
+        self._leaving[generation.task] = generation.identifier
+        generation.task.add_done_callback(lambda task: self._leaving.pop(task, None))
         metrics = self._tools.metrics
         if not generation.finished:
             metrics.failed += 1

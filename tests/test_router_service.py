@@ -207,6 +207,20 @@ async def test_cancelled_generation_can_be_taken_up_again() -> None:
         assert (record.token_ids, record.finished) == (result.token_ids, True)
 
 
+async def test_cancel_and_repeat_at_once() -> None:
+    """Cancelling and repeating a request over and over, without a pause, ends in the right answer."""
+    verifier = FakeVerifier()
+    async with harness(verifier, FakeSpeculator()) as stack:
+        options = {"token_ids": PROMPT, "max_new_tokens": 60, "request_id": IDENTIFIER}
+        for _ in range(8):
+            async with stack.client.stream(**options) as stream:
+                await anext(aiter(stream))
+        result = await stack.client.generate(**options)
+        assert list(result.token_ids) == plain(PROMPT, 60)
+        await verifier.until(lambda: not verifier.sessions)
+        assert stack.metrics.commit_failures == 0
+
+
 async def test_one_reader_leaving_cancels_nothing() -> None:
     """A generation goes on while any stream reads it."""
     verifier = FakeVerifier()
