@@ -1,29 +1,31 @@
 """How a token is chosen from the LLM's logits: one implementation for plain decoding and for every tree node.
 
 Order and meaning follow vLLM (v1/sample/sampler.py), computed in float64. Log probabilities that are reported are the
-model's own, before all of this (`describe`).
+model's own, before all of this, or those behind step 11 (`describe`). docs/sampling.md says it at length.
 
-    0. structured output     tokens that the constraint does not allow are removed
-    1. minimum tokens        stop tokens are removed until min_new_tokens are out
-    2. logit bias            added; -100 removes the token
-    3. repetition penalty    tokens of prompt and output: positive logits / r, others * r
-    4. frequency penalty     - f * (occurrences in the output)
-    5. presence penalty      - p for tokens of the output
-    6. temperature           below 1e-5: the argmax here is the answer, 7 to 9 cannot change it
-    7. min-p                 drops p < min_p * max p
-    8. top-k                 drops what is below the k-th largest; ties with it stay
-    9. top-p                 keeps the smallest set, most likely first, that reaches p of what is left
-   10. draw                  argmax(log p + g), g = `graftree.noise.gumbel(seed, position, token)`
+    0. padding               ids that the tokenizer does not have are removed
+    1. structured output     tokens that the constraint does not allow are removed
+    2. allowed tokens        if there are any, all others are removed
+    3. bad words             banned tokens are removed, and the last token of a phrase whose others end the output
+    4. minimum tokens        stop tokens are removed until min_new_tokens are out
+    5. logit bias            added; -100 removes the token
+    6. repetition penalty    tokens of prompt and output: positive logits / r, others * r
+    7. frequency penalty     - f * (occurrences in the output)
+       presence penalty      - p for tokens of the output
+    8. temperature           below 1e-5: the argmax here is the answer, 9 to 11 cannot change it
+    9. min-p                 drops p < min_p * max p
+   10. top-k                 drops what is below the k-th largest; ties with it stay
+   11. top-p                 keeps the smallest set, most likely first, that reaches p of what is left
+   12. draw                  argmax(log p + g), g = `graftree.noise.gumbel(seed, position, token)`
 
-What looks at the output (0, 1, 3 to 5) includes the node's own path from the root. Equal scores go to the lowest id.
+What looks at the output (1, 3, 4, 6, 7) includes the node's own path from the root. Equal scores go to the lowest id.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,126 +33,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from graftree import noise
 from graftree.errors import GraftreeError, InvalidArgument
+from graftree.sampling_params import BAN as BAN
+from graftree.sampling_params import GREEDY as GREEDY
+from graftree.sampling_params import MAX_BIASES as MAX_BIASES
+from graftree.sampling_params import SamplingParams as SamplingParams
 from graftree.v1 import common_pb2
 
 Floats = NDArray[np.float64]
 
-GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
-BAN = -100.0
-MAX_BIASES = 1024
 _HEAD = 1024  # top-p sorts this many of the most likely tokens first; they nearly always suffice
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Mirror of the wire's SamplingParams with its unset fields filled in.
-
-    Attributes:
-        temperature: 0 = greedy.
-        top_k: 0 = all tokens.
-        top_p: 1 = all tokens.
-        min_p: 0 = all tokens.
-        seed: 64-bit key of the noise; None = not drawn yet (enough for greedy).
-        repetition_penalty: 1 = none.
-        presence_penalty: 0 = none.
-        frequency_penalty: 0 = none.
-        logit_bias: token id -> what is added to its logit.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
-        """Take over the fields that are set; call `validate` next."""
-        names = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        given: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
-        return cls(**given, logit_bias=dict(message.logit_bias))
-
-    def to_proto(self) -> common_pb2.SamplingParams:
-        """The same parameters with every field set (floats become 32-bit there)."""
-        return common_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=dict(self.logit_bias),
-        )
-
-    def validate(self, *, vocab_size: int | None = None) -> None:
-        """Check every limit of protos/graftree/v1/common.proto.
-
-        Args:
-            vocab_size: where known, biased token ids must be below it.
-
-        Raises:
-            InvalidArgument: names `sampling.<field>`, the value and the limit.
-        """
-        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "a number from 0 to 100")
-        _check("top_k", self.top_k, 0 <= self.top_k < 2**32, "an integer from 0 (all) to 2**32 - 1")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1")
-        if self.seed is not None:
-            _check("seed", self.seed, 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1")
-        repetition = self.repetition_penalty
-        _check("repetition_penalty", repetition, 0 < repetition <= 100, "a number above 0, at most 100")
-        _check("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "a number from -2 to 2")
-        _check(
-            "frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "a number from -2 to 2"
-        )
-        _check(
-            "logit_bias", len(self.logit_bias), len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} entries"
-        )
-        for token, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token}]", bias, BAN <= bias <= -BAN, "a number from -100 to 100")
-            if vocab_size is not None:
-                _check(
-                    "logit_bias", token, 0 <= token < vocab_size, f"token ids below the vocabulary size {vocab_size}"
-                )
-        if vocab_size is not None:
-            _check("logit_bias", len(self.banned), len(self.banned) < vocab_size, "leaves at least one token")
-
-    @cached_property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    @cached_property
-    def penalised(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @cached_property
-    def banned(self) -> frozenset[int]:
-        """Tokens that logit bias removes."""
-        return frozenset(token for token, bias in self.logit_bias.items() if bias <= BAN)
-
-    @cached_property
-    def _biases(self) -> tuple[NDArray[np.intp], Floats]:
-        tokens = np.array(list(self.logit_bias), dtype=np.intp)
-        values = np.array([-math.inf if bias <= BAN else bias for bias in self.logit_bias.values()], dtype=np.float64)
-        return tokens, values
-
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 class OutputConstraint(Protocol):
@@ -173,6 +64,7 @@ class SamplingContext:
         min_new_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
         constraint: OutputConstraint | None = None,
+        token_count: int | None = None,
     ) -> None:
         """
         Args:
@@ -182,7 +74,9 @@ class SamplingContext:
             min_new_tokens: stop tokens are not chosen for this many output tokens.
             stop_token_ids: the tokens meant; ids at or above V are ignored.
             constraint: what the output must look like; stands behind `output_ids`.
+            token_count: ids at or above this are padding and never chosen; None = V.
         """
+        self.token_count = vocab_size if token_count is None else min(token_count, vocab_size)
         self.constraint = constraint
         self._prompt_ids = tuple(prompt_ids)
         self._output_ids = list(output_ids)
@@ -203,6 +97,12 @@ class SamplingContext:
             self.constraint.advance(token_ids)
         if self._counts is not None:
             np.add.at(self._counts, np.asarray(token_ids, dtype=np.intp), 1)
+
+    def tail(self, path: Sequence[int], length: int) -> tuple[int, ...]:
+        """The last `length` tokens of output and path, or fewer."""
+        missing = length - len(path)
+        before = self._output_ids[-missing:] if missing > 0 else ()
+        return (*before, *path[max(0, -missing) :])
 
     def banned(self, path: Sequence[int]) -> NDArray[np.intp]:
         """Tokens that min_new_tokens forbids behind `path`."""
@@ -230,7 +130,7 @@ class SamplingContext:
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """Log probability of a chosen token in the model's own distribution.
+    """Log probability of a chosen token, in the model's own distribution or in the processed one.
 
     Attributes:
         token_id: the token.
@@ -257,7 +157,7 @@ class TokenLogProb:
 
 
 def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()) -> Floats:
-    """The distribution a token is drawn from, steps 0 to 9 of the module's list.
+    """The distribution a token is drawn from, steps 0 to 11 of the module's list.
 
     Args:
         logits: (V,) the model's logits at the node; not changed.
@@ -267,23 +167,29 @@ def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext,
 
     Returns:
         (V,) float64 log probabilities, -inf for tokens that were removed. At temperature 0 the distribution behind
-        step 5, whose argmax is the answer.
+        step 7, whose argmax is the answer.
 
     Raises:
-        GraftreeError: the model's logits hold NaN or infinity, or no token is left.
-        InvalidArgument: the structured output and the other options leave no token.
+        GraftreeError: the model's logits hold NaN or infinity.
+        InvalidArgument: the options leave no token here.
     """
     scores = np.array(logits, dtype=np.float64)
+    best = scores.max()
+    scores[context.token_count :] = -math.inf
     if context.constraint is not None:
         scores[~context.constraint.allowed(path)] = -math.inf
+    _restrict(scores, params, context, path)
     scores[context.banned(path)] = -math.inf
     if params.logit_bias:
-        tokens, biases = params._biases
+        tokens, biases = params.biases
         scores[tokens] += biases
     if params.penalised:
         _penalise(scores, params, context, path)
-    if context.constraint is not None and scores.max() == -math.inf:
-        limit = "a constraint that the other options (min_new_tokens, logit_bias) leave a token for"
+    if math.isfinite(best) and scores.max() == -math.inf:
+        if context.constraint is None:
+            limit = "options that leave a token to choose behind every output"
+            raise InvalidArgument("sampling", "no token is left to choose", limit)
+        limit = "a constraint that the other options (min_new_tokens, bad_words, logit_bias, ...) leave a token for"
         raise InvalidArgument("structured_output", "no token is left to choose", limit)
     if params.greedy:
         return log_softmax(scores)
@@ -319,9 +225,9 @@ def choose(logits: NDArray[Any], params: SamplingParams, context: SamplingContex
     Raises:
         GraftreeError: as `process`.
     """
-    plain = params.greedy and not params.penalised and not params.logit_bias and context.constraint is None
+    plain = params.greedy and not params.changes_argmax and context.constraint is None
     if plain and not context.banned(path).size:
-        token = int(np.argmax(logits))  # the first NaN counts as the maximum
+        token = int(np.argmax(logits[: context.token_count]))  # the first NaN counts as the maximum
         if not math.isfinite(logits[token]):
             raise GraftreeError("the model's logits are not finite")
         return token
@@ -329,10 +235,11 @@ def choose(logits: NDArray[Any], params: SamplingParams, context: SamplingContex
 
 
 def describe(logits: ArrayLike, token_id: int, alternatives: int = 0) -> TokenLogProb:
-    """Log probability and rank of a token, and the best alternatives, in the model's own distribution.
+    """Log probability and rank of a token, and the best alternatives.
 
     Args:
-        logits: (V,) the model's logits where the token was chosen.
+        logits: (V,) the model's logits where the token was chosen, or what `process` made of them: it says which
+            distribution is meant. Tokens that were removed are no alternatives.
         token_id: the token.
         alternatives: how many to list.
     """
@@ -355,6 +262,16 @@ def log_softmax(scores: Floats) -> Floats:
     shifted = scores - top
     normalised: Floats = shifted - math.log(np.exp(shifted).sum())
     return normalised
+
+
+def _restrict(scores: Floats, params: SamplingParams, context: SamplingContext, path: Sequence[int]) -> None:
+    if params.allowed_token_ids:
+        kept = scores[params.allowed_ids]
+        scores[:] = -math.inf
+        scores[params.allowed_ids] = kept
+    scores[params.banned_ids] = -math.inf
+    for length, phrases in params.phrases.items():
+        scores[phrases.get(context.tail(path, length), [])] = -math.inf
 
 
 def _penalise(scores: Floats, params: SamplingParams, context: SamplingContext, path: Sequence[int]) -> None:
@@ -388,8 +305,3 @@ def _best_first(log_probs: Floats, count: int) -> NDArray[np.intp]:
         threshold = np.partition(log_probs, -count)[-count] if count else math.inf
         candidates = np.flatnonzero(log_probs >= threshold)
     return candidates[np.argsort(-log_probs[candidates], kind="stable")][:count]
-
-
-def _check(name: str, value: float, holds: bool, limit: str) -> None:
-    if not holds:  # comparisons with NaN are false
-        raise InvalidArgument(f"sampling.{name}", value, limit)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from graftree.errors import InvalidArgument
-from graftree.sampling import MAX_BIASES, SamplingParams
+from graftree.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
+    MAX_BANNED_TOKENS,
+    MAX_BIASES,
+    SamplingParams,
+)
 from graftree.v1 import common_pb2
 
 
@@ -41,6 +50,10 @@ def test_the_wire_keeps_everything() -> None:
         presence_penalty=-0.5,
         frequency_penalty=2.0,
         logit_bias={7: -100.0, 8: 2.5},
+        bad_words=("one", "two words"),
+        bad_words_token_ids=((3,), (4, 5)),
+        banned_token_ids=(6,),
+        allowed_token_ids=(1, 2, 3),
     )
     assert SamplingParams.from_proto(params.to_proto()) == params
 
@@ -57,6 +70,11 @@ GOOD: list[dict[str, Any]] = [
     {"frequency_penalty": 2.0},
     {"logit_bias": {0: -100.0, 9: 100.0}},
     {"seed": 2**64 - 1},
+    {"bad_words": ("x" * MAX_BAD_WORD_BYTES,) * MAX_BAD_WORDS},
+    {"bad_words_token_ids": ((9,) * MAX_BAD_SEQUENCE_TOKENS,) * MAX_BAD_SEQUENCES},
+    {"banned_token_ids": (9,) * MAX_BANNED_TOKENS},
+    {"allowed_token_ids": (9,) * MAX_ALLOWED_TOKENS},
+    {"allowed_token_ids": (1, 2), "banned_token_ids": (2,)},
 ]
 
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -82,6 +100,19 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {10: 1.0}}),
     ("logit_bias", {"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 0.0)}),
     ("logit_bias", {"logit_bias": dict.fromkeys(range(10), -100.0)}),
+    ("bad_words", {"bad_words": ("x",) * (MAX_BAD_WORDS + 1)}),
+    ("bad_words[1]", {"bad_words": ("x", "")}),
+    ("bad_words[0]", {"bad_words": ("é" * (MAX_BAD_WORD_BYTES // 2 + 1),)}),
+    ("bad_words_token_ids", {"bad_words_token_ids": ((1, 2),) * (MAX_BAD_SEQUENCES + 1)}),
+    ("bad_words_token_ids[1]", {"bad_words_token_ids": ((1,), ())}),
+    ("bad_words_token_ids[0]", {"bad_words_token_ids": ((1,) * (MAX_BAD_SEQUENCE_TOKENS + 1),)}),
+    ("bad_words_token_ids", {"bad_words_token_ids": ((1, 10),)}),
+    ("banned_token_ids", {"banned_token_ids": (1,) * (MAX_BANNED_TOKENS + 1)}),
+    ("banned_token_ids", {"banned_token_ids": (10,)}),
+    ("banned_token_ids", {"banned_token_ids": tuple(range(9)), "bad_words_token_ids": ((9,),)}),
+    ("allowed_token_ids", {"allowed_token_ids": (1,) * (MAX_ALLOWED_TOKENS + 1)}),
+    ("allowed_token_ids", {"allowed_token_ids": (10,)}),
+    ("allowed_token_ids", {"allowed_token_ids": (1, 2), "banned_token_ids": (1,), "logit_bias": {2: -100.0}}),
 ]
 
 

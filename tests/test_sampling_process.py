@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from graftree import noise
-from graftree.errors import GraftreeError
+from graftree.errors import GraftreeError, InvalidArgument
 from graftree.sampling import GREEDY, SamplingContext, SamplingParams, choose, describe, pick, process
 
 VOCAB = 3000
@@ -138,6 +139,58 @@ def test_bias_adds_and_minus_100_bans() -> None:
     assert choose(row, SamplingParams(temperature=0.0, logit_bias={**ban, 12: 50.0}), context()) == 12
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.lists(st.integers(0, 3), max_size=4),
+)
+def test_bad_words_are_transformers(words: list[list[int]], output: list[int], path: list[int]) -> None:
+    """Single tokens always, phrases where output and path end with all but the last; the prompt never counts."""
+    params = SamplingParams(bad_words_token_ids=tuple(map(tuple, words)))
+    row = np.arange(5.0)
+    expected = row.copy()
+    if said := output + path:
+        reference_ = NoBadWordsLogitsProcessor(words)
+        expected = reference_(torch.tensor([said]), torch.tensor(row)[None].clone())[0].numpy()
+    for word in words:
+        if len(word) == 1:
+            expected[word[0]] = -math.inf
+    got = process(row, params, SamplingContext([0, 1, 2, 3], output, vocab_size=5), path)
+    assert np.array_equal(np.isfinite(got), np.isfinite(expected))
+
+
+def test_banned_and_allowed_tokens() -> None:
+    """Banned tokens never come, and where some are allowed only these, greedily and at a temperature."""
+    row = np.zeros(VOCAB)
+    row[[10, 11, 12]] = 30.0, 20.0, 10.0
+    for temperature in (0.0, 1.0):
+        options = {"temperature": temperature, "seed": 1}
+        assert choose(row, SamplingParams(**options, banned_token_ids=(10,)), context()) == 11
+        assert choose(row, SamplingParams(**options, allowed_token_ids=(12, 11)), context()) == 11
+        both = SamplingParams(**options, allowed_token_ids=(12, 11), banned_token_ids=(11,))
+        assert choose(row, both, context()) == 12
+        assert np.flatnonzero(np.isfinite(process(row, both, context()))).tolist() == [12]
+
+
+def test_padding_is_never_chosen() -> None:
+    """Ids that the tokenizer does not have are removed, also where they are the most likely."""
+    row = np.zeros(VOCAB)
+    row[[VOCAB - 1, 7]] = 30.0, 20.0
+    place = context(token_count=VOCAB - 1)
+    assert choose(row, GREEDY, place) == choose(row, SamplingParams(seed=3), place) == 7
+    assert process(row, SamplingParams(), place)[VOCAB - 1] == -math.inf
+    assert choose(row, SamplingParams(temperature=0.0, logit_bias={VOCAB - 1: 5.0}), place) == 7
+
+
+def test_no_token_left_is_the_requests_fault() -> None:
+    """Options that leave no token behind some output are an argument error, and not one of the model."""
+    params = SamplingParams(seed=1, allowed_token_ids=(5, 700), bad_words_token_ids=((700, 5), (700, 700)))
+    assert choose(logits(0), params, context(), [5]) in (5, 700)
+    with pytest.raises(InvalidArgument, match="no token is left"):
+        choose(logits(0), params, context())
+
+
 def test_min_new_tokens_forbids_stops_until_they_are_out() -> None:
     """Path tokens count as output; the token after the last forbidden one is free. Unknown ids are ignored."""
     row = np.zeros(VOCAB)
@@ -210,6 +263,18 @@ def test_describe_is_the_models_own_distribution() -> None:
     wire = describe(row, order[0], 2).to_proto()
     assert (wire.token_id, wire.rank, len(wire.alternatives)) == (order[0], 1, 2)
     assert describe(row, 5).alternatives == ()
+
+
+def test_describe_of_the_processed_distribution() -> None:
+    """Of what `process` gives: its log probabilities as they are, and no alternative that was removed."""
+    params = SamplingParams(temperature=0.5, top_k=3)
+    processed = process(logits(3), params, context())
+    order = np.argsort(-processed, kind="stable").tolist()
+    got = describe(processed, order[1], 8)
+    assert got.log_prob == pytest.approx(processed[order[1]], abs=1e-12)
+    assert got.rank == 2
+    assert [token for token, _ in got.alternatives] == order[:3]
+    assert [value for _, value in got.alternatives] == pytest.approx(processed[order[:3]].tolist())
 
 
 @settings(max_examples=60, deadline=None)

@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
         if max(session.token_ids) >= self.vocab_size:
             raise InvalidArgument("token_ids", max(session.token_ids), f"below the SSM's {self.vocab_size}")
         context = None
-        if session.sampling.penalised:
+        if session.sampling.penalised or session.sampling.phrases:
             prompt, output = session.token_ids[: session.prompt_tokens], session.token_ids[session.prompt_tokens :]
             context = SamplingContext(prompt, output, vocab_size=min(session.vocab_size, self.vocab_size))
         cache = TreeCache(self.runner.pool, self.runner.kv, session.root_id, session.token_ids)

@@ -1,8 +1,9 @@
 """From an SSM's logits to the few candidates worth ranking.
 
-The request's processors that shape which tokens are likely (logit bias, temperature, min-p, top-k, top-p; see
-`graftree.sampling`) are applied to the most likely ids only, where they agree with the full computation as long as
-the ids they keep are among these. Penalties depend on what was said and go the full way.
+The request's processors that shape which tokens are likely (allowed and banned tokens, logit bias, temperature,
+min-p, top-k, top-p; see `graftree.sampling`) are applied to the most likely ids only, where they agree with the full
+computation as long as the ids they keep are among these. Penalties and phrases depend on what was said and go the
+full way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
 
     Args:
         logits: (n, V) float32.
-        params: the request's parameters, without penalties.
+        params: the request's parameters, without penalties and phrases.
         size: most ids per row.
 
     Returns:
@@ -36,8 +37,13 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
     Raises:
         GraftreeError: the logits are not finite.
     """
-    if params.logit_bias:
+    if params.changes_argmax:
         logits = logits.clone()
+        if params.allowed_ids.size:
+            forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
+            forbidden[params.allowed_ids[params.allowed_ids < logits.shape[-1]]] = False
+            logits[:, forbidden.to(logits.device)] = -math.inf
+        logits[:, params.banned_ids[params.banned_ids < logits.shape[-1]]] = -math.inf
         for token, bias in params.logit_bias.items():
             if token < logits.shape[-1]:
                 logits[:, token] = -math.inf if bias <= BAN else logits[:, token] + bias
