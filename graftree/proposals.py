@@ -13,13 +13,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graftree.errors import InvalidTree
 from graftree.noise import mix64
 
 Floats = NDArray[np.float64]
 
 MAX_SUPPORT = 64
 MAX_DRAWS = 64
+MAX_PER_NODE = 16  # speculators' proposals at one node
 _MASK = (1 << 64) - 1
 
 
@@ -83,34 +83,6 @@ class Proposals:
 
     q: DraftDistribution
     tokens: tuple[int, ...]
-
-    def validate(self, *, vocab_size: int, replacement: bool) -> None:
-        """Check what arrived from the network. That the tokens are real draws from q cannot be seen from outside.
-
-        Args:
-            vocab_size: ids must be below it.
-            replacement: whether tokens may repeat.
-
-        Raises:
-            InvalidTree: names the field, the value and the limit of the first violation.
-        """
-        ids, weights = self.q.ids, self.q.weights
-        if not 0 < ids.size <= MAX_SUPPORT:
-            raise InvalidTree("proposals.ids", ids.size, f"1 to {MAX_SUPPORT} tokens")
-        if weights.size != ids.size:
-            raise InvalidTree("proposals.weights", weights.size, f"one per id, {ids.size}")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            raise InvalidTree("proposals.ids", int(ids.max()), f"0 <= id < {vocab_size}")
-        if np.unique(ids).size < ids.size:
-            raise InvalidTree("proposals.ids", ids.size - np.unique(ids).size, "no token twice")
-        if not (np.isfinite(weights) & (weights > 0)).all():
-            raise InvalidTree("proposals.weights", float(weights.min()), "finite and above 0")
-        if len(self.tokens) > MAX_DRAWS:
-            raise InvalidTree("proposals.tokens", len(self.tokens), f"at most {MAX_DRAWS} draws")
-        if not set(self.tokens) <= set(ids.tolist()):
-            raise InvalidTree("proposals.tokens", len(set(self.tokens)), "tokens of proposals.ids")
-        if not replacement and len(set(self.tokens)) < len(self.tokens):
-            raise InvalidTree("proposals.tokens", len(self.tokens), "no repeats without replacement")
 
 
 def cut(proposals: Sequence[Proposals], keep: Callable[[Sequence[int]], bool]) -> tuple[Proposals, ...]:

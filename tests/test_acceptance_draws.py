@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from scipy import stats
 
 from graftree.acceptance import Rule, draw_proposals
+from graftree.codec import check_proposals, distribution_from_proto, proposals_to_proto
 from graftree.errors import InvalidTree
 from graftree.noise import Stream, gumbel
 from graftree.proposals import MAX_DRAWS, MAX_SUPPORT, DraftDistribution, Proposals, cut, draft_salt
 from graftree.sampling import GREEDY, SamplingParams
+from graftree.v1 import common_pb2
 from tests.acceptance_exact import distribution, sequences, weights
 
 Q = distribution([4, 0, 2, 1])
@@ -126,32 +129,35 @@ def test_cut_takes_from_the_end_of_the_test_order() -> None:
 
 
 BAD = {
-    "no token": ([], [], (), "proposals.ids"),
-    "too many tokens": (range(MAX_SUPPORT + 1), [1.0] * (MAX_SUPPORT + 1), (), "proposals.ids"),
-    "weights of another length": ([1, 2], [1.0], (), "proposals.weights"),
-    "id beyond the vocabulary": ([1, 10], [1.0, 1.0], (), "proposals.ids"),
-    "negative id": ([-1, 1], [1.0, 1.0], (), "proposals.ids"),
-    "id twice": ([1, 1], [1.0, 1.0], (), "proposals.ids"),
-    "weight zero": ([1, 2], [1.0, 0.0], (), "proposals.weights"),
-    "weight negative": ([1, 2], [1.0, -1.0], (), "proposals.weights"),
-    "weight NaN": ([1, 2], [1.0, np.nan], (), "proposals.weights"),
-    "weight infinite": ([1, 2], [1.0, np.inf], (), "proposals.weights"),
-    "draw outside the support": ([1, 2], [1.0, 1.0], (3,), "proposals.tokens"),
-    "too many draws": ([1, 2], [1.0, 1.0], (1,) * (MAX_DRAWS + 1), "proposals.tokens"),
-    "repeat": ([1, 2], [1.0, 1.0], (1, 1), "proposals.tokens"),
+    "no token": ([], [], 1, "proposals.ids"),
+    "too many tokens": (range(MAX_SUPPORT + 1), [1.0] * (MAX_SUPPORT + 1), 1, "proposals.ids"),
+    "weights of another length": ([1, 2], [1.0], 1, "proposals.weights"),
+    "id beyond the vocabulary": ([1, 10], [1.0, 1.0], 1, "proposals.ids"),
+    "id twice": ([1, 1], [1.0, 1.0], 1, "proposals.ids"),
+    "weight zero": ([1, 2], [1.0, 0.0], 1, "proposals.weights"),
+    "weight negative": ([1, 2], [1.0, -1.0], 1, "proposals.weights"),
+    "weight NaN": ([1, 2], [1.0, math.nan], 1, "proposals.weights"),
+    "weight infinite": ([1, 2], [1.0, math.inf], 1, "proposals.weights"),
+    "no draws": ([1, 2], [1.0, 1.0], 0, "proposals.count"),
+    "too many draws": ([1, 2], [1.0, 1.0], MAX_DRAWS + 1, "proposals.count"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_breaks_an_invariant_is_named(name: str) -> None:
     """Proposals from the network are checked before anything divides by them."""
-    ids, values, tokens, field = BAD[name]
+    ids, values, count, field = BAD[name]
     with pytest.raises(InvalidTree) as caught:
-        Proposals(DraftDistribution.of(ids, values), tokens).validate(vocab_size=10, replacement=False)
+        check_proposals(common_pb2.Proposals(ids=ids, weights=values, count=count), vocab_size=10)
     assert caught.value.field == field
 
 
-def test_good_proposals_pass() -> None:
-    """Repeats are fine with replacement, the whole support without."""
-    Proposals(Q, (0, 0, 3)).validate(vocab_size=4, replacement=True)
-    Proposals(Q, (3, 0, 2)).validate(vocab_size=4, replacement=False)
+def test_a_distribution_is_the_same_behind_the_wire() -> None:
+    """Ids, their order and the weights survive bit by bit, so both ends draw the same tokens."""
+    q = DraftDistribution.truncate(np.log(np.random.default_rng(1).dirichlet(np.ones(200))))
+    message = common_pb2.Proposals.FromString(proposals_to_proto(q, 5).SerializeToString())
+    check_proposals(message, vocab_size=200)
+    received = distribution_from_proto(message)
+    assert received.ids.tolist() == q.ids.tolist()
+    assert received.probs.tolist() == q.probs.tolist()
+    assert message.count == 5

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from graftree.acceptance import ROOT, accept
 from graftree.sampling import GREEDY, SamplingContext, SamplingParams, choose
 from graftree.tree import TokenTree
-from verifier_service.acceptance import ROOT, accept
 
 VOCAB = 6
 

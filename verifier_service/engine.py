@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from graftree.acceptance import ROOT, accept
 from graftree.errors import (
     AlreadyExists,
     ContextTooLong,
@@ -34,7 +35,6 @@ from graftree.rpc.status import to_failure
 from graftree.sampling import describe
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
-from verifier_service.acceptance import ROOT, accept
 from verifier_service.counters import Counters
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
@@ -270,7 +270,9 @@ class Engine:
                 rows[node] = np.asarray(logits[node - ROOT].cpu())
             return rows[node]
 
-        acceptance = accept(step.tree, row, session.params, session.context)
+        acceptance = accept(
+            step.tree, row, session.params, session.context, rule=session.rule, proposals=step.proposals
+        )
         count = len(acceptance.nodes)
         targets = range(root_row, root_row + count)
         self._runner.kv.move_rows(session.blocks, [root_row + node for node in acceptance.nodes], targets)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from graftree.acceptance import ROOT, Acceptance, Rule
 from graftree.codec import tree_from_proto
 from graftree.errors import ContextTooLong, InvalidArgument, InvalidTree
 from graftree.grammar import Grammars
@@ -15,7 +16,7 @@ from graftree.sampling import GREEDY, SamplingContext, SamplingParams
 from graftree.tree import MAX_TREE_NODES, TokenTree, node_id, root_id
 from graftree.v1 import common_pb2, verification_pb2
 from kernels import chain_masks
-from verifier_service.acceptance import Acceptance
+from verifier_service.proposals import Offer, StepProposals, check_offers
 
 MAX_ALTERNATIVES = 20
 MAX_ID_LENGTH = 128
@@ -44,13 +45,15 @@ class Step:
         number: the session's count, repeated in the verdict.
         tree: what runs: valid, cut to what the session and one forward can hold.
         kept: (N,) index in the tree as it was sent of each node of `tree`.
-        tree_error: why the tree was left out; empty if it was not.
+        proposals: what was proposed at root and nodes; none where the session's rule tests no draws.
+        tree_error: why tree and proposals were left out; empty if they were not.
         arrived_ns: monotonic clock.
     """
 
     number: int
     tree: TokenTree
     kept: Sequence[int]
+    proposals: StepProposals
     tree_error: str
     arrived_ns: int
 
@@ -65,6 +68,7 @@ class Session:
 
     session_id: str
     stream: Stream
+    rule: Rule
     params: SamplingParams
     context: SamplingContext
     token_ids: list[int]
@@ -110,6 +114,7 @@ class Session:
         _check("alternatives", message.alternatives, message.alternatives <= MAX_ALTERNATIVES, "at most 20")
         params = SamplingParams.from_proto(message.sampling) if message.HasField("sampling") else GREEDY
         params.validate(vocab_size=vocab_size)
+        rule = Rule.from_proto(message.mode).at(params)
         if not params.greedy and params.seed is None:
             raise InvalidArgument("sampling.seed", None, "set where temperature > 0: the router draws it")
         stops = {token for token in message.stop_token_ids if token < vocab_size}
@@ -123,6 +128,7 @@ class Session:
         return cls(
             session_id=message.session_id,
             stream=stream,
+            rule=rule,
             params=params,
             context=SamplingContext(
                 tokens[:prompt],
@@ -159,15 +165,20 @@ class Session:
             max_rows: most rows of one forward.
             now_ns: monotonic clock.
         """
-        tree, error = tree_from_proto(message.tree), ""
+        length, offers, error = len(self.token_ids), dict[int, list[Offer]](), ""
+        tree = tree_from_proto(message.tree) if message.HasField("tree") else TokenTree(self.root_id)
         try:
             tree.validate(vocab_size=vocab_size, max_nodes=self.max_nodes)
+            if self.rule.tests_draws:
+                offers = check_offers(message.proposals, nodes=len(tree), vocab_size=vocab_size)
         except InvalidTree as invalid:
             tree, error = TokenTree(self.root_id), str(invalid)
         # Deeper nodes could only yield tokens at or behind max_length; the last place is the bonus token's.
-        room = self.max_length - len(self.token_ids) - 1
-        tree, kept = _cut(tree, max_depth=room, max_nodes=max_rows - 1)
-        self.step = Step(message.step, tree, kept, error, now_ns)
+        tree, kept = _cut(tree, max_depth=self.max_length - length - 1, max_nodes=max_rows - 1)
+        # A node that was cut takes its own proposals along; its parent keeps the draw that led to it.
+        offers = {new: offers[old] for new, old in (*enumerate(kept), (ROOT, ROOT)) if old in offers}
+        proposals = StepProposals(offers, rule=self.rule, params=self.params, tree=tree, committed_length=length)
+        self.step = Step(message.step, tree, kept, proposals, error, now_ns)
 
     def share(self, budget: int) -> Share | None:
         """The most that can be run for this session within `budget` rows.
