@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 import structlog
 
+from graftree.noise import mix64
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
+from graftree.v1.verification_pb2 import VerifyStep
 from router.merge import MergedTree
 from router.metrics import Metrics
 from router.pods import Pods
@@ -59,6 +62,7 @@ class Drafts:
         self._max_depth = min(LIVING_FACTOR * plan.max_depth, MAX_TREE_DEPTH)
         self._seats: dict[str, SpeculatorSeat] = {}
         self._tries: dict[str, int] = {}
+        self._draft_salts = (mix64(salt ^ mix64(number)) for number in count(1))
         self._seen = -1  # version of the set of pods that the seats were chosen from
         self._news = asyncio.Event()
         self.tree = MergedTree(
@@ -66,6 +70,7 @@ class Drafts:
             vocab_size=vocab_size,
             max_nodes=self._max_nodes,
             max_depth=self._max_depth,
+            tests_draws=plan.tests_draws,
         )
 
     def __len__(self) -> int:
@@ -94,6 +99,7 @@ class Drafts:
                     self._token_ids,
                     wire_id=next(self._wire_ids),
                     salt=self._salt,
+                    draft_salt=next(self._draft_salts),
                     vocab_size=self._vocab_size,
                     max_nodes=self._max_nodes,
                     max_depth=self._max_depth,
@@ -105,6 +111,10 @@ class Drafts:
         """The next step's tree."""
         room = self._plan.max_length - len(self._token_ids) - 1  # the bonus token needs a place too
         return self.tree.cut(self._plan.max_nodes, min(self._plan.max_depth, room))
+
+    def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
+        """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""
+        return self.tree.proposals(tree) if len(tree) else []
 
     def reroot(self, token_ids: Sequence[int]) -> None:
         """The tree follows committed tokens."""
@@ -148,7 +158,7 @@ class Drafts:
 
     def _merge(self, seat: SpeculatorSeat, delta: TreeDelta) -> None:
         stale = self.tree.stale_nodes
-        self.tree.add(seat.name, delta)
+        self.tree.add(seat.name, delta, salt=seat.draft_salt)
         self._metrics.deltas += 1
         self._metrics.stale_nodes += self.tree.stale_nodes - stale
         self._news.set()

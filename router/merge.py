@@ -10,9 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from graftree.codec import check_proposals
 from graftree.errors import InvalidTree
+from graftree.proposals import MAX_PER_NODE
 from graftree.tree import TokenTree, node_id
+from graftree.v1.common_pb2 import Proposals
 from graftree.v1.speculation_pb2 import TreeDelta
+from graftree.v1.verification_pb2 import VerifyStep
 
 
 @dataclass(slots=True)
@@ -23,6 +27,8 @@ class Node:
         depth: levels below the first root of the tree's life; re-rooting does not change it.
         children: token -> node.
         log_probs: speculator -> its log probability of this token given the path.
+        proposals: speculator -> its salt, and what it drew the node's children from. They stay as long as the node,
+            whatever became of the children: dropping draws by their values would leave others than q says.
     """
 
     identifier: int
@@ -30,6 +36,7 @@ class Node:
     depth: int
     children: dict[int, Node] = field(default_factory=dict)
     log_probs: dict[str, float] = field(default_factory=dict)
+    proposals: dict[str, tuple[int, Proposals]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -70,9 +77,12 @@ class MergedTree:
         vocab_size: token ids at or above it are garbage.
         max_nodes: most live nodes one speculator may have here.
         max_depth: deepest level below the root.
+        tests_draws: whether the verifier needs what children were drawn from; if not, it must not come.
     """
 
-    def __init__(self, root_id: int, *, vocab_size: int, max_nodes: int, max_depth: int) -> None:
+    def __init__(
+        self, root_id: int, *, vocab_size: int, max_nodes: int, max_depth: int, tests_draws: bool = False
+    ) -> None:
         self._root = Node(root_id, -1, 0)
         self._nodes: dict[int, Node] = {root_id: self._root}
         self._counts: dict[str, int] = {}
@@ -80,6 +90,7 @@ class MergedTree:
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._max_depth = max_depth
+        self._tests_draws = tests_draws
         self.stale_nodes = 0
 
     def __len__(self) -> int:
@@ -94,8 +105,12 @@ class MergedTree:
         """Calibration factor of each speculator seen so far."""
         return {speculator: record.weight() for speculator, record in self._records.items()}
 
-    def add(self, speculator: str, delta: TreeDelta) -> int:
+    def add(self, speculator: str, delta: TreeDelta, *, salt: int = 0) -> int:
         """Merge what one speculator sent; nodes with an unknown parent are stale: dropped and counted.
+
+        Args:
+            speculator: name of the opening the delta belongs to.
+            salt: of its draws.
 
         Returns:
             Number of nodes that found their place.
@@ -129,6 +144,11 @@ class MergedTree:
         self._records.setdefault(speculator, Record())
         for parent_id, token, log_prob in placed:
             self._place(speculator, self._nodes[parent_id], token, log_prob)
+        for entry in delta.proposals:
+            node = self._nodes.get(entry.node_id)
+            # The first word counts: a second list of one speculator would repeat its draws.
+            if node is not None and speculator not in node.proposals and len(node.proposals) < MAX_PER_NODE:
+                node.proposals[speculator] = salt, entry.proposals
         self.stale_nodes += len(delta.token_ids) - len(placed)
         return len(placed)
 
@@ -146,6 +166,11 @@ class MergedTree:
                 raise InvalidTree("delta.log_probs", log_prob, "finite and <= 0")
         if len(set(zip(delta.parent_ids, delta.token_ids, strict=True))) != count:
             raise InvalidTree("delta.token_ids", count, "siblings carry different tokens")
+        most = self._max_nodes + 1 if self._tests_draws else 0
+        if len(delta.proposals) > most:
+            raise InvalidTree("delta.proposals", len(delta.proposals), f"at most {most} in this mode")
+        for entry in delta.proposals:
+            check_proposals(entry.proposals, vocab_size=self._vocab_size)
 
     def _place(self, speculator: str, parent: Node, token: int, log_prob: float) -> None:
         node = parent.children.get(token)
@@ -217,6 +242,19 @@ class MergedTree:
             parents.append(above)
             log_probs.append(math.log(max(conditional, 1e-300)))
         return TokenTree(self._root.identifier, tuple(token_ids), tuple(parents), tuple(log_probs))
+
+    def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
+        """All that was proposed at the root and the nodes of a tree just cut, a node's in canonical order."""
+        if not self._tests_draws:
+            return []
+        nodes = [self._root]
+        for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+            nodes.append(nodes[parent + 1].children[token])
+        return [
+            VerifyStep.NodeProposals(node=index - 1, salt=salt, proposals=proposals)
+            for index, node in enumerate(nodes)
+            for _, (salt, proposals) in sorted(node.proposals.items())
+        ]
 
 
 def _combine(log_probs: dict[str, float], weights: dict[str, float]) -> float:

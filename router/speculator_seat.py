@@ -19,6 +19,7 @@ class SpeculatorSeat:
 
     Args:
         wire_id: the session's id on this link.
+        draft_salt: key of the speculator's draws, no other opening's of the session.
         token_ids: prompt and output so far.
         max_nodes, max_depth: bounds of the living tree.
         sink: called with every delta; raises InvalidTree for one that breaks an invariant.
@@ -38,6 +39,7 @@ class SpeculatorSeat:
         *,
         wire_id: str,
         salt: int,
+        draft_salt: int,
         vocab_size: int,
         max_nodes: int,
         max_depth: int,
@@ -45,6 +47,7 @@ class SpeculatorSeat:
         clock: Callable[[], float],
     ) -> None:
         self.link = link
+        self.draft_salt = draft_salt
         self.latency: float | None = None
         self.answered = False
         self.error: GraftreeError | None = None
@@ -65,6 +68,8 @@ class SpeculatorSeat:
                 max_depth=max_depth,
                 vocab_size=vocab_size,
                 max_length=plan.max_length,
+                mode=plan.rule,
+                draft_salt=draft_salt,
             ),
         )
 
