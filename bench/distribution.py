@@ -137,6 +137,9 @@ class Sampler:
             "good" and gives its most likely tokens instead of draws.
         params: without a seed.
         logits: path -> (V,).
+
+    Attributes:
+        log_p: path -> (V,) the processed distribution after it.
     """
 
     def __init__(
@@ -147,10 +150,10 @@ class Sampler:
         rng = np.random.default_rng(17)
         self._shapes = [Shape.random(rng, len(drafts)) for _ in range(SHAPES)]
         self._contexts = {path: SamplingContext(PROMPT, path, vocab_size=VOCAB) for path in logits}
-        self._log_p = {path: process(values, params, self._contexts[()], path) for path, values in logits.items()}
+        self.log_p = {path: process(values, params, self._contexts[()], path) for path, values in logits.items()}
         self._q: dict[tuple[int, Path], DraftDistribution] = {}
         self._salt: dict[tuple[int, Path], int] = {}
-        for path, log_p in self._log_p.items():
+        for path, log_p in self.log_p.items():
             address = 0
             for token in path:
                 address = node_id(address, token)
@@ -171,7 +174,7 @@ class Sampler:
     def _processed(
         self, logits: NDArray[Any], params: SamplingParams, context: SamplingContext, path: Sequence[int] = ()
     ) -> Floats:
-        return self._log_p[(*self._output, *path)]
+        return self.log_p[(*self._output, *path)]
 
     def sample(self, seed: int) -> tuple[Path, int]:
         """The first three tokens, and the steps they took."""
