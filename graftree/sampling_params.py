@@ -103,11 +103,12 @@ class SamplingParams:
             allowed_token_ids=self.allowed_token_ids,
         )
 
-    def validate(self, *, vocab_size: int | None = None) -> None:
+    def validate(self, *, vocab_size: int | None = None, token_count: int = 0) -> None:
         """Check every limit of protos/graftree/v1/common.proto.
 
         Args:
-            vocab_size: where known, biased token ids must be below it.
+            vocab_size: where known, token ids must be below it, and one of them must be left to choose.
+            token_count: ids at or above this are padding and never chosen; 0 = none are.
 
         Raises:
             InvalidArgument: names `sampling.<field>`, the value and the limit.
@@ -124,9 +125,11 @@ class SamplingParams:
         _check(
             "frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "a number from -2 to 2"
         )
-        self._validate_tokens(vocab_size)
+        self._validate_lists()
+        if vocab_size is not None:
+            self._validate_tokens(vocab_size, token_count or vocab_size)
 
-    def _validate_tokens(self, vocab_size: int | None) -> None:
+    def _validate_lists(self) -> None:
         for name, most in (
             ("logit_bias", MAX_BIASES),
             ("bad_words", MAX_BAD_WORDS),
@@ -145,8 +148,8 @@ class SamplingParams:
             holds = 1 <= len(sequence) <= MAX_BAD_SEQUENCE_TOKENS
             limit = f"1 to {MAX_BAD_SEQUENCE_TOKENS} tokens"
             _check(f"bad_words_token_ids[{index}]", len(sequence), holds, limit)
-        if vocab_size is None:
-            return
+
+    def _validate_tokens(self, vocab_size: int, token_count: int) -> None:
         for name, tokens in (
             ("logit_bias", self.logit_bias),
             ("bad_words_token_ids", chain.from_iterable(self.bad_words_token_ids)),
@@ -156,18 +159,18 @@ class SamplingParams:
             outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if outside is not None:
                 _check(name, outside, False, f"token ids below the vocabulary size {vocab_size}")
-        if not self.leaves_a_token(vocab_size):
+        if not self.leaves_a_token(token_count):
             if self.allowed_token_ids:
                 _check("allowed_token_ids", len(self.allowed_token_ids), False, "at least one that is not banned")
             name = "banned_token_ids" if self.banned_token_ids else "logit_bias"
             _check(name, len(self.banned), False, "leaves at least one token")
 
-    def leaves_a_token(self, vocab_size: int, removed: Iterable[int] = ()) -> bool:
-        """Whether some token below `vocab_size` can be chosen when those in `removed` cannot, at any place."""
+    def leaves_a_token(self, token_count: int, removed: Iterable[int] = ()) -> bool:
+        """Whether some token below `token_count` can be chosen where those in `removed` cannot."""
         gone = self.banned.union(removed)
         if self.allowed_token_ids:
-            return any(token < vocab_size and token not in gone for token in self.allowed_token_ids)
-        return sum(token < vocab_size for token in gone) < vocab_size
+            return any(token < token_count and token not in gone for token in self.allowed_token_ids)
+        return sum(token < token_count for token in gone) < token_count
 
     @cached_property
     def greedy(self) -> bool:

@@ -13,6 +13,7 @@ from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
 from router.generation import Generation
+from router.records import Records
 from router.session import Tools
 
 MAX_REPLAYS = 1024  # finished generations kept, whatever replay_seconds says
@@ -38,7 +39,7 @@ class Generations:
         self._config = config
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._store = store
+        self._records = Records(store, tools)
         self._tools = tools
         self._identifiers = identifiers
         self._running: dict[str, Generation] = {}
@@ -79,7 +80,7 @@ class Generations:
             message,
             tokenizer=self._tokenizer,
             grammars=self._grammars,
-            store=self._store,
+            records=self._records,
             tools=self._tools,
             over=self._over,
             after=[task for task, name in self._leaving.items() if name == identifier],

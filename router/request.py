@@ -10,20 +10,16 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from graftree import grammar
 from graftree.acceptance import Rule
 from graftree.config import RouterConfig
 from graftree.errors import InvalidArgument
 from graftree.sampling import GREEDY, SamplingParams
-from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES
+from graftree.sampling_params import MAX_BAD_SEQUENCES
 from graftree.v1 import generation_pb2 as pb
-from graftree.v1.common_pb2 import StructuredOutputParams
+from graftree.v1.common_pb2 import LOG_PROBS_MODE_RAW, LogProbsMode, StructuredOutputParams
+from router.checks import check as check
 from router.stops import StopRules
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKENS = 64
-MAX_ALTERNATIVES = 20
 MAX_CONTEXT = 1 << 30  # where a verifier names no limit
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
@@ -38,7 +34,7 @@ class RequestTokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 
@@ -50,10 +46,12 @@ class ModelLimits:
     Attributes:
         vocab_size: rows of the embedding.
         max_context: longest sequence in tokens; 0 = any.
+        token_count: ids at or above this are padding; 0 = none are.
     """
 
     vocab_size: int
     max_context: int
+    token_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,8 @@ class GenerationPlan:
         max_nodes: most tree nodes per verify step; 0 = plain decoding.
         rule: how drafts are accepted.
         structured_output: what the output must look like; None = anything.
+        log_probs_mode: graftree.v1.LogProbsMode.
+        samples: how many of the prompt are wanted.
     """
 
     request_id: str
@@ -84,6 +84,12 @@ class GenerationPlan:
     max_depth: int
     rule: Rule = Rule.TARGET_ONLY
     structured_output: StructuredOutputParams | None = None
+    log_probs_mode: LogProbsMode = LOG_PROBS_MODE_RAW
+    samples: int = 1
+
+    def sample(self, index: int) -> GenerationPlan:
+        """The plan of one sample: the request alone with seed + index, as vLLM has it."""
+        return replace(self, sampling=replace(self.sampling, seed=(self.seed + index) % 2**64))
 
     @property
     def seed(self) -> int:
@@ -117,66 +123,6 @@ def digest(request: pb.GenerateRequest) -> bytes:
     return hashlib.sha256(anonymous.SerializeToString(deterministic=True)).digest()
 
 
-def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
-    """Everything that can be told without tokenizer and model.
-
-    Raises:
-        InvalidArgument: names the first field that is out of range, its value and the limit.
-    """
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise InvalidArgument("input", "", "exactly one of prompt, token_ids and chat")
-    if kind == "chat" and not request.chat.messages:
-        raise InvalidArgument("chat.messages", 0, "at least one message")
-    size = (
-        len(request.prompt.encode())
-        if kind == "prompt"
-        else sum(len(message.role) + len(message.content.encode()) for message in request.chat.messages)
-    )
-    if size > config.max_prompt_bytes:
-        raise InvalidArgument(kind, size, f"at most {config.max_prompt_bytes} bytes of text")
-    if request.HasField("sampling"):
-        SamplingParams.from_proto(request.sampling).validate()
-    if request.HasField("structured_output"):
-        grammar.check(request.structured_output)
-    _check_stopping(request.stopping)
-    _check_output(request.output)
-    _check_speculation(request.speculation)
-
-
-def _check_stopping(stopping: pb.StoppingParams) -> None:
-    if stopping.HasField("max_new_tokens") and stopping.max_new_tokens < 1:
-        raise InvalidArgument("stopping.max_new_tokens", stopping.max_new_tokens, "at least 1")
-    if stopping.HasField("max_new_tokens") and stopping.min_new_tokens > stopping.max_new_tokens:
-        limit = f"at most max_new_tokens, {stopping.max_new_tokens}"
-        raise InvalidArgument("stopping.min_new_tokens", stopping.min_new_tokens, limit)
-    if len(stopping.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgument("stopping.stop", len(stopping.stop), f"at most {MAX_STOP_STRINGS} strings")
-    for index, stop in enumerate(stopping.stop):
-        if not 1 <= len(stop.encode()) <= MAX_STOP_STRING_BYTES:
-            limit = f"1 to {MAX_STOP_STRING_BYTES} bytes"
-            raise InvalidArgument(f"stopping.stop[{index}]", len(stop.encode()), limit)
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidArgument(
-            "stopping.stop_token_ids", len(stopping.stop_token_ids), f"at most {MAX_STOP_TOKENS} tokens"
-        )
-
-
-def _check_output(output: pb.OutputParams) -> None:
-    if output.alternatives > MAX_ALTERNATIVES:
-        raise InvalidArgument("output.alternatives", output.alternatives, f"at most {MAX_ALTERNATIVES}")
-    if output.alternatives and not output.log_probs:
-        raise InvalidArgument("output.alternatives", output.alternatives, "0 without output.log_probs")
-
-
-def _check_speculation(speculation: pb.SpeculationParams) -> None:
-    Rule.from_proto(speculation.mode, field="speculation.mode")
-    if speculation.max_nodes > MAX_TREE_NODES:
-        raise InvalidArgument("speculation.max_nodes", speculation.max_nodes, f"at most {MAX_TREE_NODES}")
-    if speculation.HasField("max_depth") and not 1 <= speculation.max_depth <= MAX_TREE_DEPTH:
-        raise InvalidArgument("speculation.max_depth", speculation.max_depth, f"1 to {MAX_TREE_DEPTH}")
-
-
 def tokenize(request: pb.GenerateRequest, tokenizer: RequestTokenizer) -> tuple[int, ...]:
     """The prompt's token ids.
 
@@ -190,9 +136,31 @@ def tokenize(request: pb.GenerateRequest, tokenizer: RequestTokenizer) -> tuple[
             return tuple(request.token_ids.ids)
         case _:
             if not tokenizer.has_chat_template:
-                raise InvalidArgument("chat", len(request.chat.messages), "this model has no chat template")
+                limit = "prompt or token_ids: this model has no chat template"
+                raise InvalidArgument("chat", f"{len(request.chat.messages)} messages", limit)
             messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
             return tuple(tokenizer.encode_chat(messages))
+
+
+def bad_words(request: pb.GenerateRequest, tokenizer: RequestTokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that sampling.bad_words forbids.
+
+    As vLLM has it: each text as it is, to forbid it where a text begins, and behind a space where that gives another
+    word of as many tokens.
+
+    Raises:
+        InvalidArgument: a text without tokens.
+    """
+    found: list[tuple[int, ...]] = []
+    for index, word in enumerate(request.sampling.bad_words):
+        bare = tuple(tokenizer.encode(word.lstrip(), special_tokens=False))
+        if not bare:
+            raise InvalidArgument(f"sampling.bad_words[{index}]", "0 tokens", "a text of at least one token")
+        found.append(bare)
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), special_tokens=False))
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))
 
 
 def plan(
@@ -204,14 +172,17 @@ def plan(
     limits: ModelLimits,
     config: RouterConfig,
     source: Random,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> GenerationPlan:
     """Fill in the defaults of a request that passed `check`.
 
     Args:
         source: where an unset seed is drawn from.
+        bad_words: of the request, as token sequences.
 
     Raises:
-        InvalidArgument: tokens outside the vocabulary, no prompt, or a prompt that fills the context.
+        InvalidArgument: tokens outside the vocabulary, no prompt, a prompt that fills the context, or options that
+            leave no token to choose.
     """
     context = limits.max_context or MAX_CONTEXT
     count = len(prompt_token_ids)
@@ -229,12 +200,19 @@ def plan(
         if token >= limits.vocab_size:
             limit = f"below the vocabulary size {limits.vocab_size}"
             raise InvalidArgument(f"stopping.stop_token_ids[{index}]", token, limit)
-    sampling = SamplingParams.from_proto(request.sampling) if request.HasField("sampling") else GREEDY
-    sampling.validate(vocab_size=limits.vocab_size)
+    sampling = _sampling(request, bad_words, limits)
     if sampling.seed is None:
         sampling = replace(sampling, seed=source.getrandbits(64))
+    if request.stopping.min_new_tokens > context - count:
+        limit = f"at most {context - count}: the model's context holds {context} tokens, {count} of them the prompt's"
+        raise InvalidArgument("stopping.min_new_tokens", request.stopping.min_new_tokens, limit)
     wanted = request.stopping.max_new_tokens or config.default_max_new_tokens
     max_length = min(count + max(wanted, request.stopping.min_new_tokens), context)
+    stops = _rules(request.stopping, eos_token_ids, max_length - count)
+    tokens = limits.token_count or limits.vocab_size
+    if stops.min_new_tokens and not sampling.leaves_a_token(tokens, stops.stop_token_ids):
+        limit = "0: only tokens that end the answer can be chosen"
+        raise InvalidArgument("stopping.min_new_tokens", stops.min_new_tokens, limit)
     parameters = pb.GenerateRequest()
     parameters.CopyFrom(request)
     parameters.ClearField("request_id")
@@ -245,7 +223,7 @@ def plan(
         parameters=parameters.SerializeToString(deterministic=True),
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
-        stops=_rules(request.stopping, eos_token_ids, max_length - count),
+        stops=stops,
         max_length=max_length,
         log_probs=request.output.log_probs,
         alternatives=request.output.alternatives,
@@ -254,7 +232,23 @@ def plan(
         max_depth=request.speculation.max_depth or config.tree_depth,
         rule=Rule.from_proto(request.speculation.mode),
         structured_output=request.structured_output if request.HasField("structured_output") else None,
+        log_probs_mode=request.output.log_probs_mode or LOG_PROBS_MODE_RAW,
+        samples=request.n or 1,
     )
+
+
+def _sampling(
+    request: pb.GenerateRequest, bad_words: Sequence[tuple[int, ...]], limits: ModelLimits
+) -> SamplingParams:
+    params = SamplingParams.from_proto(request.sampling) if request.HasField("sampling") else GREEDY
+    if bad_words:
+        every = tuple(dict.fromkeys((*params.bad_words_token_ids, *bad_words)))
+        if len(every) > MAX_BAD_SEQUENCES:
+            limit = f"at most {MAX_BAD_SEQUENCES} with bad_words_token_ids"
+            raise InvalidArgument("sampling.bad_words", f"{len(every)} token sequences", limit)
+        params = replace(params, bad_words=(), bad_words_token_ids=every)
+    params.validate(vocab_size=limits.vocab_size, token_count=limits.token_count)
+    return params
 
 
 def _rules(stopping: pb.StoppingParams, eos_token_ids: Sequence[int], max_new_tokens: int) -> StopRules:

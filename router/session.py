@@ -1,4 +1,4 @@
-"""`Session`: one generation, from its record in Redis to its last token. The round loop is `run`.
+"""`Session`: one sample, from its record in Redis to its last token. The round loop is `run`.
 
     tree ──► verify step ──► verdict ──► stop conditions ──► re-root ──► next verify step
                                                                 └─► speculators └─► Redis ──► client
@@ -67,16 +67,27 @@ class Tools:
 
 
 class Session:
-    """One generation.
+    """One sample of one request.
 
     Args:
+        plan: the sample's, with its own seed.
         events: where its events go.
         record: its record in Redis, as it was created or acquired.
         arrived_ns: when the request came, by `Tools.clock_ns`.
+        sample: its index; sample 0 says that the request has started.
+        sibling: another sample, whose verifier and prompt rows to share; opens before this one.
     """
 
     def __init__(
-        self, plan: GenerationPlan, record: SessionRecord, tools: Tools, events: EventLog, arrived_ns: int
+        self,
+        plan: GenerationPlan,
+        record: SessionRecord,
+        tools: Tools,
+        events: EventLog,
+        arrived_ns: int,
+        *,
+        sample: int = 0,
+        sibling: Session | None = None,
     ) -> None:
         self._plan = plan
         self._record = record
@@ -87,7 +98,10 @@ class Session:
         self._figures = Figures(tools.clock_ns, arrived_ns)
         self._token_ids = list(plan.prompt_token_ids)
         self._stopper = Stopper(plan.stops, tools.detokenizer(plan.prompt_token_ids))
-        self._wire_ids = _wire_ids(plan.request_id)
+        self._sample = sample
+        self._sibling = sibling
+        self._opened = asyncio.Event()
+        self._wire_ids = _wire_ids(record.session_id)
         self._vocab_size = tools.pods.limits.vocab_size
         self._drafts = Drafts(
             plan,
@@ -104,17 +118,24 @@ class Session:
         self._tries = 0
         self._avoid: set[str] = set()
 
-    async def run(self) -> None:
+    async def run(self) -> pb.GenerationFinished:
         """Generate to the end.
+
+        Returns:
+            The last event, which is not sent yet.
 
         Raises:
             GraftreeError: it cannot go on.
         """
         try:
+            if self._sibling is not None:
+                await self._sibling._opened.wait()
             await self._reach_verifier()
             self._drafts.seat()
             self._send_step(TokenTree(0))
-            self._events.append(self._started())
+            if self._sample == 0:
+                self._events.append(self._started())
+            self._opened.set()
             while True:
                 verdict = await self._verdict()
                 delivery = self._stopper.take(verdict.token_ids)
@@ -128,8 +149,7 @@ class Session:
                 await self._durable(commit)
                 self._deliver(verdict, delivery)
                 if delivery.finish is not None:
-                    self._events.append(self._finished(delivery.finish))
-                    return
+                    return self._finished(delivery.finish)
         finally:
             self.close()
 
@@ -143,7 +163,12 @@ class Session:
     # Verifying.
 
     async def _reach_verifier(self) -> None:
-        link = await self._tools.pods.some_verifier(self._avoid)
+        sibling, self._sibling = self._sibling, None
+        seat = sibling._verifier if sibling is not None else None
+        if seat is not None and seat.open_to_others:
+            link, prefix_of = seat.link, seat.wire_id
+        else:
+            link, prefix_of = await self._tools.pods.some_verifier(self._avoid), ""
         if link.hello.model_fingerprint != self._record.model_fingerprint:
             raise Unavailable("the verifiers serve another model than the one that began this generation")
         self._verifier = VerifierSeat(
@@ -154,12 +179,13 @@ class Session:
             epoch=self._record.epoch,
             salt=self._record.salt,
             vocab_size=self._vocab_size,
+            prefix_of=prefix_of,
         )
 
     def _send_step(self, tree: TokenTree) -> None:
         assert self._verifier is not None, "a verifier was reached"
         self._tree = tree
-        self._verifier.step(tree, len(self._token_ids))
+        self._verifier.step(tree, len(self._token_ids), self._drafts.proposals(tree))
 
     async def _next_step(self, token_ids: Sequence[int]) -> None:
         """Re-root, send the next step, tell the speculators; in this order unless waiting for them pays."""
@@ -270,6 +296,7 @@ class Session:
             text=delivery.text,
             log_probs=verdict.log_probs[: delivery.count],
             offset=self._figures.completion_tokens - delivery.count,
+            index=self._sample,
         )
         self._events.append(pb.GenerateResponse(chunk=chunk))
         self._figures.departed()
@@ -283,22 +310,20 @@ class Session:
                 prompt_tokens=len(plan.prompt_token_ids),
                 seed=plan.seed,
                 prompt_token_ids=plan.prompt_token_ids if plan.echo_prompt_token_ids else (),
+                n=plan.samples,
             )
         )
 
-    def _finished(self, finish: Finish) -> pb.GenerateResponse:
+    def _finished(self, finish: Finish) -> pb.GenerationFinished:
         figures = self._figures
-        return pb.GenerateResponse(
-            finished=pb.GenerationFinished(
-                reason=finish.reason,
-                usage=figures.usage(len(self._plan.prompt_token_ids)),
-                speculation=figures.speculation(
-                    stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)
-                ),
-                timings=figures.timings(),
-                stop_string=finish.stop_string,
-                stop_token_id=finish.stop_token_id,
-            )
+        return pb.GenerationFinished(
+            reason=finish.reason,
+            usage=figures.usage(len(self._plan.prompt_token_ids)),
+            speculation=figures.speculation(stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)),
+            timings=figures.timings(),
+            stop_string=finish.stop_string,
+            stop_token_id=finish.stop_token_id,
+            index=self._sample,
         )
 
 
@@ -307,9 +332,9 @@ def _retrieve(task: asyncio.Future[Durability]) -> None:
         task.exception()
 
 
-def _wire_ids(request_id: str) -> Iterator[str]:
+def _wire_ids(session_id: str) -> Iterator[str]:
     """A new name for every opening on any pod: what belongs to an earlier one is told apart by its name."""
     number = 0
     while True:
         number += 1
-        yield f"{request_id}.{number}"
+        yield f"{session_id}.{number}"

@@ -19,6 +19,7 @@ class VerifierSeat:
     Args:
         wire_id: the session's id on this link; another opening of the session has another.
         token_ids: prompt and output so far.
+        prefix_of: wire id of a session on the same link to take KV rows from; empty = none.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class VerifierSeat:
         epoch: int,
         salt: int,
         vocab_size: int,
+        prefix_of: str = "",
     ) -> None:
         self.link = link
         self.error: GraftreeError | None = None
-        self._wire_id = wire_id
+        self.wire_id = wire_id
         self._plan = plan
         self._vocab_size = vocab_size
         self._step = 0
@@ -49,6 +51,7 @@ class VerifierSeat:
                 token_ids=token_ids,
                 prompt_tokens=len(plan.prompt_token_ids),
                 sampling=plan.sampling.to_proto(),
+                mode=plan.rule.to_proto(),
                 max_length=plan.max_length,
                 max_nodes=plan.max_nodes,
                 stop_token_ids=sorted(plan.stops.stop_token_ids),
@@ -56,10 +59,19 @@ class VerifierSeat:
                 log_probs=plan.log_probs,
                 alternatives=plan.alternatives,
                 structured_output=plan.structured_output,
+                log_probs_mode=plan.log_probs_mode,
+                prefix_of=prefix_of,
             ),
         )
 
-    def step(self, tree: TokenTree, committed_length: int) -> None:
+    @property
+    def open_to_others(self) -> bool:
+        """Whether another session can join this one on its verifier."""
+        return self.error is None and self.link.connected and not self.link.draining and not self.link.full
+
+    def step(
+        self, tree: TokenTree, committed_length: int, proposals: Sequence[VerifyStep.NodeProposals] = ()
+    ) -> None:
         """Send the next verify step."""
         self._step += 1
         self._tree = tree
@@ -69,10 +81,11 @@ class VerifierSeat:
             return
         self.link.step(
             VerifyStep(
-                session_id=self._wire_id,
+                session_id=self.wire_id,
                 step=self._step,
                 committed_length=committed_length,
                 tree=tree_to_proto(tree, log_probs=False) if len(tree) else None,
+                proposals=proposals,
             )
         )
 
@@ -91,7 +104,7 @@ class VerifierSeat:
             raise Unavailable(f"{self.link.record.pod_id}: no verdict within {timeout} s") from None
 
     def close(self) -> None:
-        self.link.leave(self._wire_id)
+        self.link.leave(self.wire_id)
 
     # What the link calls.
 

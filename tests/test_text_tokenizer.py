@@ -86,7 +86,7 @@ def test_a_chat_that_does_not_fit() -> None:
     tokenizer = Tokenizer.load("random:llama")
     with pytest.raises(InvalidArgument, match="unknown role narrator") as caught:
         tokenizer.render_chat([{"role": "narrator", "content": "secret"}])
-    assert caught.value.field == "chat"
+    assert caught.value.field == "chat.messages"
     assert "secret" not in str(caught.value)
     with pytest.raises(InvalidArgument):
         tokenizer.render_chat([{"role": "user"}])

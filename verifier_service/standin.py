@@ -80,7 +80,7 @@ class StandInRunner:
             vocab_size=vocab,
             max_context=parsed.integer("context"),
             eos_token_ids=tokenizer.eos_token_ids,
-            token_count=tokenizer.vocab_size,
+            token_count=tokenizer.token_count,
         )
         return cls(spec, step_ms=step_ms, kv_tokens=kv_tokens or _KV_TOKENS, block_size=block_size)
 

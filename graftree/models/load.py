@@ -70,7 +70,7 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_context=max_context(config),
         eos_token_ids=tuple(sorted(eos)),
-        token_count=tokenizer.vocab_size,
+        token_count=tokenizer.token_count,
     )
     torch.nn.Module.to(model, where)
     return LoadedModel(model, spec)

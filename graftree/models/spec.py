@@ -23,7 +23,7 @@ class ModelSpec:
         fingerprint: SHA-256 (hex) over configuration, weights' digest and dtype: equal = same function.
         vocab_fingerprint: SHA-256 (hex) over the token table without padding: equal = same tokens.
         vocab_size: rows of the embedding, so the length of a logits row; ids of `token_count` and above are padding.
-        token_count: tokens really in the table.
+        token_count: the tokenizer's ids end before this.
         max_context: longest sequence, in tokens.
         eos_token_ids: every token that ends a text, ascending.
     """

@@ -3,6 +3,7 @@
     graftree:v1:{s:<session id>}:record   hash    prompt, parameters, seed, salt, epoch, owner, lease, finished
     graftree:v1:{s:<session id>}:tokens   string  the output so far, int32 little endian, appended to
 
+The samples of a request behind its first one have ids that end in #1, #2, ...; that stands behind the braces.
 Both keys share a hash tag, so a session lives on one node of a Redis Cluster, and both expire `ttl_seconds` after
 the last write. `epoch` counts owners and `lease` is the time, by Redis' own clock, until which nobody else may
 acquire the session. Every change of state is one Lua script, so it happens whole or not at all.
@@ -25,7 +26,7 @@ from graftree.store.connection import from_redis, translated
 from graftree.store.script import Argument, Script
 
 SCHEMA = "graftree:v1"
-_SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SESSION_ID = re.compile(r"([A-Za-z0-9._:-]{1,128})(#[0-9]{1,4})?")
 _MAX_TOKEN = (1 << 31) - 1
 _MAX_SECONDS = 10 * 365 * 86_400.0
 
@@ -35,7 +36,7 @@ class SessionRecord:
     """One generation.
 
     Attributes:
-        session_id: 1 to 128 of A-Z a-z 0-9 . _ : -
+        session_id: 1 to 128 of A-Z a-z 0-9 . _ : - and, for a further sample of a request, # and its number.
         model_fingerprint: of the LLM that began it.
         prompt_token_ids: the prompt.
         token_ids: output committed so far.
@@ -198,9 +199,10 @@ def unpack(data: bytes) -> tuple[int, ...]:
 
 
 def _keys(session_id: str) -> tuple[str, str]:
-    if not _SESSION_ID.fullmatch(session_id):
+    match = _SESSION_ID.fullmatch(session_id)
+    if match is None:
         raise InvalidArgument("session_id", session_id[:128], "1 to 128 of A-Z a-z 0-9 . _ : -")
-    prefix = f"{SCHEMA}:{{s:{session_id}}}"
+    prefix = f"{SCHEMA}:{{s:{match[1]}}}{match[2] or ''}"
     return f"{prefix}:record", f"{prefix}:tokens"
 
 

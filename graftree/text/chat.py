@@ -48,7 +48,7 @@ class ChatTemplate:
             messages: each with `role` and `content`.
 
         Raises:
-            InvalidArgument: field `chat`; the template refuses these messages, e.g. an unknown role.
+            InvalidArgument: field `chat.messages`; the template refuses these messages, e.g. an unknown role.
         """
         plain = [{str(key): str(value) for key, value in message.items()} for message in messages]
         try:
@@ -57,7 +57,8 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             roles = [message.get("role", "") for message in plain]
-            raise InvalidArgument("chat", roles, f"messages that the model's template takes: {error}") from error
+            limit = f"messages that the model's template takes: {error}"
+            raise InvalidArgument("chat.messages", roles, limit) from error
 
 
 def _raise(message: str) -> str:

@@ -26,6 +26,7 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`.
         vocab_size: tokens really in the table (a model's embedding may have more rows).
+        token_count: ids at or above this are not in the table.
         vocab_fingerprint: SHA-256 (hex) over the (id, token) table, the same for models that differ in padding only.
         bos_token_id: None where there is none.
         eos_token_ids: every token that ends a text, ascending.
@@ -50,6 +51,7 @@ class Tokenizer:
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         table = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = len(table)
+        self.token_count = 1 + max(table.values(), default=-1)
         self.vocab_fingerprint = _fingerprint(table)
         special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
         self._text_ids = frozenset(table.values()) - special
@@ -121,9 +123,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model's tokenizer adds by itself (e.g. BOS)."""
-        return list(self.backend.encode(text, add_special_tokens=True).ids)
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with or without the special tokens the model's tokenizer adds by itself (e.g. BOS)."""
+        return list(self.backend.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; special tokens and ids outside the table give nothing, broken UTF-8 gives U+FFFD."""

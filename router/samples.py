@@ -1,0 +1,98 @@
+"""`Samples`: the sessions of one request, one for each sample of its prompt.
+
+Sample 0 opens first; the others open on its verifier while they can, and there take the prompt's KV rows from it.
+From then on each is a session like any other: its own trees, commits, failovers and end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from graftree.store.sessions import SessionRecord
+from graftree.v1.generation_pb2 import GenerateResponse, Usage
+from router.events import EventLog
+from router.records import Records
+from router.request import GenerationPlan
+from router.session import Session, Tools
+
+
+class Samples:
+    """All of them succeed, or the first error is the request's.
+
+    Args:
+        plan: the request's.
+        seeded: whether the request names its seed.
+        events: where the events of all samples go.
+        arrived_ns: when the request came, by `Tools.clock_ns`.
+    """
+
+    def __init__(
+        self, plan: GenerationPlan, records: Records, tools: Tools, events: EventLog, arrived_ns: int, *, seeded: bool
+    ) -> None:
+        self._plan = plan
+        self._records = records
+        self._tools = tools
+        self._events = events
+        self._arrived_ns = arrived_ns
+        self._seeded = seeded
+        self._sessions: list[Session] = []
+        self._unfinished = plan.samples
+        self._completion_tokens = 0
+
+    async def run(self) -> None:
+        """Generate to the end.
+
+        Raises:
+            GraftreeError: a sample cannot go on.
+        """
+        held: list[SessionRecord] = []
+        try:
+            await self._begin(held)
+            await self._generate(held)
+        finally:
+            for record in held:
+                await self._records.leave(record, finished=not self._unfinished)
+
+    def close(self) -> None:
+        """Forget all sessions on every pod, at once."""
+        for session in self._sessions:
+            session.close()
+
+    async def _begin(self, held: list[SessionRecord]) -> None:
+        """Fill `held` with the samples' records; the first one says which seed is in force."""
+        held.append(await self._records.begin(self._plan, seeded=self._seeded))
+        self._plan = replace(self._plan, sampling=replace(self._plan.sampling, seed=held[0].seed))
+        for sample in range(1, self._plan.samples):
+            held.append(await self._records.begin(self._plan.sample(sample), sample=sample, seeded=True))
+
+    async def _generate(self, held: list[SessionRecord]) -> None:
+        for sample, record in enumerate(held):
+            self._sessions.append(
+                Session(
+                    self._plan.sample(sample),
+                    record,
+                    self._tools,
+                    self._events,
+                    self._arrived_ns,
+                    sample=sample,
+                    sibling=self._sessions[0] if sample else None,
+                )
+            )
+        tasks = [asyncio.create_task(self._serve(session)) for session in self._sessions]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, session: Session) -> None:
+        finished = await session.run()
+        self._unfinished -= 1
+        self._completion_tokens += finished.usage.completion_tokens
+        if not self._unfinished:
+            prompt_tokens = finished.usage.prompt_tokens
+            total = Usage(prompt_tokens=prompt_tokens, completion_tokens=self._completion_tokens)
+            finished.total_usage.CopyFrom(total)
+        self._events.append(GenerateResponse(finished=finished))
