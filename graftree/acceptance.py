@@ -63,8 +63,12 @@ class Rule(IntEnum):
         try:
             return cls(mode or cls.TARGET_ONLY)
         except ValueError:
-            known = ", ".join(f"SPECULATION_MODE_{rule.name}" for rule in cls)
+            known = ", ".join(rule.to_proto() for rule in cls)
             raise InvalidArgument(field, mode, f"one of {known}") from None
+
+    def to_proto(self) -> str:
+        """Name of the SpeculationMode, as messages take it."""
+        return f"SPECULATION_MODE_{self.name}"
 
     def at(self, params: SamplingParams) -> Rule:
         """The rule in force: at temperature 0 every one is TARGET_ONLY."""

@@ -68,7 +68,7 @@ class SpeculatorSeat:
                 max_depth=max_depth,
                 vocab_size=vocab_size,
                 max_length=plan.max_length,
-                mode=plan.rule,
+                mode=plan.rule.to_proto(),
                 draft_salt=draft_salt,
             ),
         )

@@ -261,7 +261,7 @@ class Engine:
             self._fail(growth.session_id, error)
             return
         self.leaves_expanded += 1
-        growth.tree.attach(node, candidates[: growth.branching])
+        growth.attach(node, candidates)
 
     def _emit(self, deliver: Callable[[list[Event]], None]) -> None:
         now = self._clock()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graftree.errors import GraftreeError
+from graftree.v1.common_pb2 import Proposals
 from speculator_service.drafters.base import DraftSession
+from speculator_service.drawing import Drawing
 from speculator_service.living_tree import LivingTree, Node
 
 
@@ -16,6 +18,7 @@ class Open:
     session: DraftSession
     tree: LivingTree
     arrived_ns: int
+    drawing: Drawing | None = None  # None: children are the drafter's best
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,17 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Nodes that entered a tree, parents before children; none where only `complete` is news.
+    """Nodes that entered a tree, parents before children; none where only the rest is news.
 
-    Times are nanoseconds: waiting for the first step, the last drafter call, and since the commit arrived.
+    `proposed` are nodes with what their children were drawn from. Times are nanoseconds: waiting for the first step,
+    the last drafter call, and since the commit arrived.
     """
 
     session_id: str
     nodes: list[Node]
     committed_length: int
     complete: bool
+    proposed: list[tuple[Node, Proposals]] = field(default_factory=list)
     queue_ns: int = 0
     forward_ns: int = 0
     total_ns: int = 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from speculator_service.drafters.base import Leaf
+from collections.abc import Sequence
+
+from graftree.codec import proposals_to_proto
+from graftree.v1.common_pb2 import Proposals
+from speculator_service.drafters.base import Candidate, Leaf
 from speculator_service.events import Grown, Open
 from speculator_service.living_tree import Node
 
@@ -15,13 +19,27 @@ class Growth:
             forward_ns: in the drafter since the last event.
         announced: that the tree is complete has been said.
         pauses: times in a row that the drafter was not ready.
+        branching: most children of a node.
     """
 
-    __slots__ = ("announced", "arrived_ns", "branching", "forward_ns", "pauses", "queue_ns", "session_id", "tree")
+    __slots__ = (
+        "_drawing",
+        "_proposed",
+        "announced",
+        "arrived_ns",
+        "branching",
+        "forward_ns",
+        "pauses",
+        "queue_ns",
+        "session_id",
+        "tree",
+    )
 
     def __init__(self, opened: Open) -> None:
         self.session_id, self.tree = opened.session.session_id, opened.tree
-        self.branching = opened.session.branching
+        self._drawing = opened.drawing
+        self._proposed: list[tuple[Node, Proposals]] = []
+        self.branching = opened.session.branching if opened.drawing is None else opened.drawing.count
         self.pauses = 0
         self.restart_clock(opened.arrived_ns)
 
@@ -32,10 +50,19 @@ class Growth:
         parent = node if node.parent is None else node.parent
         return Leaf(self.session_id, node.id, parent.id, self.tree.path(node), node.position + 1)
 
+    def attach(self, node: Node, candidates: Sequence[Candidate]) -> None:
+        """Give a leaf its children: the best candidates, or draws from them."""
+        if self._drawing is not None and node.alive:
+            candidates, q = self._drawing.children(node, candidates)
+            if q is not None:
+                self._proposed.append((node, proposals_to_proto(q, self._drawing.count)))
+        self.tree.attach(node, candidates[: self.branching])
+
     def event(self, now_ns: int) -> Grown | None:
         """What is new since the last event, if anything is."""
         nodes, complete = self.tree.unsent(), self.tree.complete
-        if not nodes and (self.announced or not complete):
+        proposed, self._proposed = [entry for entry in self._proposed if entry[0].alive], []
+        if not nodes and not proposed and (self.announced or not complete):
             return None
         self.announced = complete
         forward_ns, self.forward_ns = self.forward_ns, 0
@@ -44,6 +71,7 @@ class Growth:
             nodes=nodes,
             committed_length=self.tree.committed_length,
             complete=complete,
+            proposed=proposed,
             queue_ns=max(0, self.queue_ns),
             forward_ns=forward_ns,
             total_ns=max(0, now_ns - self.arrived_ns),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from graftree.acceptance import Rule
 from graftree.errors import ContextTooLong, InvalidArgument
+from graftree.proposals import MAX_DRAWS, MAX_SUPPORT
 from graftree.sampling import SamplingParams
 from graftree.tree import root_id
 from graftree.v1 import speculation_pb2
 from speculator_service.drafters.base import DraftSession
+from speculator_service.drawing import Drawing
 from speculator_service.living_tree import LivingTree
 
 MAX_SESSION_ID = 128  # characters
@@ -52,6 +55,11 @@ class Limits:
             raise ContextTooLong("token_ids", length, f"at most the drafter's context of {self.max_context} tokens")
         sampling = SamplingParams.from_proto(request.sampling)
         sampling.validate(vocab_size=request.vocab_size)
+        branching = self.branching
+        if Rule.from_proto(request.mode).at(sampling) is not Rule.TARGET_ONLY:
+            if sampling.seed is None:
+                raise InvalidArgument("sampling.seed", None, "set in the modes that draw")
+            sampling, branching = replace(sampling, seed=None), MAX_SUPPORT
         return DraftSession(
             session_id=key,
             root_id=root_id(request.salt, request.token_ids),
@@ -61,8 +69,17 @@ class Limits:
             vocab_size=min(request.vocab_size, self.vocab_size or request.vocab_size),
             max_length=request.max_length,
             max_nodes=min(request.max_nodes or self.max_nodes, self.max_nodes),
-            branching=self.branching,
+            branching=branching,
         )
+
+    def drawing(self, session: DraftSession, request: speculation_pb2.DraftOpen) -> Drawing | None:
+        """How the session's children are drawn; None where they are the drafter's best."""
+        params = SamplingParams.from_proto(request.sampling)
+        rule = Rule.from_proto(request.mode).at(params)
+        if rule is Rule.TARGET_ONLY:
+            return None
+        count = min(self.branching, session.max_nodes, MAX_DRAWS)
+        return Drawing(rule, params, count, request.draft_salt, session.vocab_size)
 
     def tree(self, session: DraftSession, max_depth: int) -> LivingTree:
         """The session's tree, with its root alone; `max_depth` as the router asked, 0 = the pod's own."""

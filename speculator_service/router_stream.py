@@ -149,7 +149,8 @@ class RouterStream:
             )
         session = self._limits.session(self._key(request.session_id), request)
         self._vocab_sizes[request.session_id] = request.vocab_size
-        operations.append(Open(session, self._limits.tree(session, request.max_depth), arrived_ns))
+        tree = self._limits.tree(session, request.max_depth)
+        operations.append(Open(session, tree, arrived_ns, self._limits.drawing(session, request)))
 
     def _commit(self, request: speculation_pb2.DraftCommit, arrived_ns: int, operations: list[Operation]) -> None:
         vocab_size = self._vocab_sizes.get(request.session_id)
@@ -197,7 +198,8 @@ def _delta(parts: list[Grown]) -> speculation_pb2.TreeDelta | None:
     # The node that has become the root is no news: a commit named it. The engine's thread may commit meanwhile.
     nodes = [(node, node.parent) for part in parts for node in part.nodes if node.alive]
     grown = [(node, parent) for node, parent in nodes if parent is not None]
-    if not grown and not last.complete:
+    proposed = [entry for part in parts for entry in part.proposed if entry[0].alive]
+    if not grown and not proposed and not last.complete:
         return None
     delta = speculation_pb2.TreeDelta(
         session_id=last.session_id.partition(":")[2],
@@ -206,6 +208,9 @@ def _delta(parts: list[Grown]) -> speculation_pb2.TreeDelta | None:
         log_probs=[node.log_prob for node, _ in grown],
         committed_length=last.committed_length,
         complete=last.complete,
+        proposals=[
+            speculation_pb2.TreeDelta.NodeProposals(node_id=node.id, proposals=message) for node, message in proposed
+        ],
     )
     timings = delta.timings
     timings.queue_ns, timings.total_ns = last.queue_ns, last.total_ns

@@ -19,6 +19,9 @@ Your own, in a module that the speculator pod can import:
 and then `python -m speculator_service --drafter 'mypackage.parrot:Parrot?chance=0.3'`: what follows the question
 mark reaches the constructor as keyword arguments, all strings.
 
+In the acceptance modes that draw (`graftree.acceptance`) the engine draws each node's children from the candidates,
+in proportion to their chances: the more of them a drafter names, the better. No drafter needs to know the mode.
+
 All methods run on one thread, one at a time. What a drafter raises or returns can cost its session's tree,
 never the pod and never the answer.
 """
@@ -74,11 +77,14 @@ class DraftSession:
         root_id: content address of the last of `token_ids`.
         token_ids: (L,) prompt and output committed so far, L >= 1.
         prompt_tokens: how many of these are prompt.
-        sampling: the request's parameters; the seed keys the noise the verifier will use.
+        sampling: the request's parameters. Where candidates are best ranked under the verifier's noise, the seed
+            that keys it is set. In the modes that draw children from what the drafter says it is None: a
+            distribution that knew the noise of its own draws would bias them.
         vocab_size: ids at or above this are never drafted.
         max_length: no token is drafted for a position at or beyond this.
         max_nodes: most nodes of the session's tree.
-        branching: candidates beyond this many per leaf are not used.
+        branching: candidates beyond this many per leaf are not used. More than the children a node will have in
+            the modes that draw them.
     """
 
     session_id: str
