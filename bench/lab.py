@@ -29,7 +29,7 @@ RULES: dict[Scheme, Rule] = {
     "top_k": Rule.TARGET_ONLY,
     "shared_noise": Rule.TARGET_ONLY,
 }
-_SALT = 1  # of the one speculator there is
+SALT = 1  # of the one speculator there is
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Text:
     def advance(self, log_p: Floats, q: DraftDistribution) -> int:
         """Emit the next token and tell the walkers."""
         position = len(self._context) + len(self.output)
-        salt = draft_salt(_SALT, self._address)
+        salt = draft_salt(SALT, self._address)
         drawn = [walker.draw(q, self._params, position, salt) for walker in self.walkers]
         proposals = [Proposals(q, drawn[0])] if self.rule.tests_draws else []
         token = choose_token(self.rule, log_p, proposals, self._params, position)
