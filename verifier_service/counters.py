@@ -22,6 +22,7 @@ class Counters:
         forwards: model forwards.
         rows: rows in them.
         prefill_rows: of these, rows of committed tokens before the root.
+        shared_rows: rows that were taken from another session instead of being computed.
         sessions_opened, sessions_closed, sessions_failed: opened = closed + failed + open now.
         refused: opens and steps answered with a failure without a session of theirs.
     """
@@ -38,6 +39,7 @@ class Counters:
     forwards: int = 0
     rows: int = 0
     prefill_rows: int = 0
+    shared_rows: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
     sessions_failed: int = 0

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from graftree.acceptance import ROOT, accept
+from graftree.acceptance import ROOT, Acceptance, accept
 from graftree.errors import (
     AlreadyExists,
     ContextTooLong,
@@ -32,7 +32,7 @@ from graftree.models.paged import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.rpc.status import to_failure
-from graftree.sampling import describe
+from graftree.sampling import describe, process
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.counters import Counters
@@ -55,6 +55,8 @@ class Cache(Protocol):
     block_size: int
 
     def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None: ...
 
 
 class Runner(Protocol):
@@ -98,6 +100,7 @@ class Engine:
         self._scheduler = Scheduler(step_tokens)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
+        self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
         self._patience_ends = 0
 
     def open(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
@@ -166,6 +169,9 @@ class Engine:
         Returns:
             Whether there was anything to run.
         """
+        for session in list(self._joining):
+            if session.can_join:
+                self._join(session)
         shares = self._scheduler.plan()
         if not shares:
             return False
@@ -252,10 +258,22 @@ class Engine:
             limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * block_size} tokens"
             raise ContextTooLong("max_length", session.max_length, limit)
         session.blocks = pool.allocate(wanted)
+        if source := stream.sessions.get(message.prefix_of):
+            session.wait_for(source)
+            self._joining[session] = None
         stream.sessions[session.session_id] = session
         self._scheduler.add(session)
         self.sessions += 1
         self.counters.sessions_opened += 1
+
+    def _join(self, session: Session) -> None:
+        """Take what there is of the rows that `session` waits for; from here on it is one like any other."""
+        source, session.source = session.source, None
+        assert source is not None, "it waits for one"
+        del self._joining[session]
+        session.cached = min(source.cached, session.shared)
+        self._runner.kv.copy_rows(source.blocks, session.blocks, session.cached)
+        self.counters.shared_rows += session.cached
 
     def _conclude(
         self, share: Share, step: Step, logits: Any, started: int, forwarded: int
@@ -277,6 +295,7 @@ class Engine:
         targets = range(root_row, root_row + count)
         self._runner.kv.move_rows(session.blocks, [root_row + node for node in acceptance.nodes], targets)
         session.cached += count
+        log_probs = _log_probs(session, acceptance, row)
         session.commit(acceptance)
         self.counters.count_step(len(step.tree), count)
         verdict = verification_pb2.Verdict(
@@ -285,10 +304,8 @@ class Engine:
             token_ids=acceptance.token_ids,
             accepted_nodes=[step.kept[node] for node in acceptance.nodes],
             tree_error=step.tree_error,
+            log_probs=log_probs,
         )
-        if session.log_probs:
-            for node, token in zip(acceptance.visited, acceptance.token_ids, strict=True):
-                verdict.log_probs.append(describe(row(node), token, session.alternatives).to_proto())
         now = self._clock()
         verdict.timings.CopyFrom(
             common_pb2.StageTimings(
@@ -316,5 +333,23 @@ class Engine:
         del session.stream.sessions[session.session_id]
         self._scheduler.remove(session)
         self._awaited.discard(session)
+        self._joining.pop(session, None)
+        for waiting in [other for other in self._joining if other.source is session]:
+            self._join(waiting)
         self._runner.pool.free(session.blocks)
         self.sessions -= 1
+
+
+def _log_probs(
+    session: Session, acceptance: Acceptance, row: Callable[[int], NDArray[Any]]
+) -> list[common_pb2.TokenLogProb]:
+    """One per token of the run, which is not committed yet."""
+    if not session.log_probs:
+        return []
+    found = []
+    for depth, (node, token) in enumerate(zip(acceptance.visited, acceptance.token_ids, strict=True)):
+        scores = row(node)
+        if session.processed_log_probs:
+            scores = process(scores, session.params, session.context, acceptance.token_ids[:depth])
+        found.append(describe(scores, token, session.alternatives).to_proto())
+    return found

@@ -77,9 +77,12 @@ class Session:
     max_nodes: int
     log_probs: bool
     alternatives: int
+    processed_log_probs: bool
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
     step: Step | None = None
+    source: Session | None = None  # whose first `shared` rows this session waits for
+    shared: int = 0
 
     @classmethod
     def open(
@@ -113,12 +116,17 @@ class Session:
         _check("max_nodes", message.max_nodes, message.max_nodes <= MAX_TREE_NODES, f"at most {MAX_TREE_NODES}")
         _check("alternatives", message.alternatives, message.alternatives <= MAX_ALTERNATIVES, "at most 20")
         params = SamplingParams.from_proto(message.sampling) if message.HasField("sampling") else GREEDY
-        params.validate(vocab_size=vocab_size)
+        params.validate(vocab_size=vocab_size, token_count=spec.token_count)
+        limit_words = "bad_words_token_ids: a verifier does not tokenize"
+        _check("sampling.bad_words", len(params.bad_words), not params.bad_words, limit_words)
+        mode = message.log_probs_mode
+        _check("log_probs_mode", mode, mode in common_pb2.LogProbsMode.values(), "a known mode")
         rule = Rule.from_proto(message.mode).at(params)
         if not params.greedy and params.seed is None:
             raise InvalidArgument("sampling.seed", None, "set where temperature > 0: the router draws it")
         stops = {token for token in message.stop_token_ids if token < vocab_size}
-        if message.min_new_tokens and len(stops | params.banned) == vocab_size:
+        token_count = spec.token_count or vocab_size
+        if message.min_new_tokens and not params.leaves_a_token(token_count, stops):
             raise InvalidArgument("stop_token_ids", len(stops), "min_new_tokens leaves at least one token to choose")
         constraint = None
         if message.HasField("structured_output"):
@@ -137,6 +145,7 @@ class Session:
                 min_new_tokens=message.min_new_tokens,
                 stop_token_ids=stops,
                 constraint=constraint,
+                token_count=token_count,
             ),
             token_ids=tokens,
             root_id=root_id(message.salt, tokens),
@@ -144,6 +153,7 @@ class Session:
             max_nodes=message.max_nodes,
             log_probs=message.log_probs,
             alternatives=message.alternatives,
+            processed_log_probs=mode == common_pb2.LOG_PROBS_MODE_PROCESSED,
         )
 
     @property
@@ -186,11 +196,24 @@ class Session:
         All of it with the waiting step's tree if that fits, else a prefill chunk. None: nothing to do, or not
         enough rows to begin.
         """
+        if self.source is not None:
+            return None
         missing = len(self.token_ids) - self.cached
         if self.step is not None and missing + len(self.step.tree) <= budget:
             return Share(self, missing, self.step)
         chunk = min(missing - 1, budget)
         return Share(self, chunk, None) if chunk > 0 else None
+
+    def wait_for(self, source: Session) -> None:
+        """Compute nothing until the rows of what both texts have in common are in `source`'s cache."""
+        own, other = self.token_ids[:-1], source.token_ids
+        differing = (index for index, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+        self.source, self.shared = source, next(differing, min(len(own), len(other)))
+
+    @property
+    def can_join(self) -> bool:
+        """Whether the rows that were waited for are there."""
+        return self.source is not None and self.source.cached >= self.shared
 
     @property
     def prefilled(self) -> bool:
@@ -200,7 +223,7 @@ class Session:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to run: a step, or committed tokens before the root that are not cached."""
-        return self.step is not None or not self.prefilled
+        return self.source is None and (self.step is not None or not self.prefilled)
 
     def commit(self, acceptance: Acceptance) -> None:
         """Append a step's tokens; the last one is the new root."""

@@ -34,6 +34,9 @@ class NoCache:
     def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Nothing."""
 
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
+        """Nothing."""
+
 
 class StandInRunner:
     """`TreeRunner`'s interface on `next_token`.

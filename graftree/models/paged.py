@@ -115,6 +115,17 @@ class PagedKV:
         target = torch.tensor(self.slots(blocks, [t for _, t in pairs]), device=device)
         self._rows.index_copy_(2, target, self._rows.index_select(2, source))
 
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
+        """Copy the first `count` logical rows of one sequence to those of another, in all layers.
+
+        Args:
+            sources, targets: the sequences' blocks.
+        """
+        device = self._data.device
+        source = torch.tensor(self.slots(sources, range(count)), dtype=torch.int64, device=device)
+        target = torch.tensor(self.slots(targets, range(count)), dtype=torch.int64, device=device)
+        self._rows.index_copy_(2, target, self._rows.index_select(2, source))
+
     def read_rows(self, blocks: Sequence[int], rows: Sequence[int]) -> Tensor:
         """(2, layers, len(rows), KVH, D) copy of a sequence's logical rows: keys, then values."""
         return self._rows.index_select(2, torch.tensor(self.slots(blocks, rows), device=self._data.device))
