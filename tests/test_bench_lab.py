@@ -59,7 +59,7 @@ def whole_tree(
 def test_a_walk_without_a_tree_is_the_walk_down_the_whole_tree(scheme: Scheme) -> None:
     """Same tokens and same steps as `accept` on trees with every node of the expansion."""
     lengths = set[int]()
-    for seed in range(10):
+    for seed in range(20):
         walker, params = Walker(scheme, EXPANSION), SamplingParams(seed=seed)
         text = Text(PROMPT, RULES[scheme], [walker], seed, VOCAB)
         while len(text.output) < 12:
@@ -76,7 +76,7 @@ def test_a_walk_without_a_tree_is_the_walk_down_the_whole_tree(scheme: Scheme) -
         assert tuple(text.output) == output[:12]
         assert walker.steps[:-1] == steps[: len(walker.steps) - 1]
         lengths.update(steps)
-    assert lengths == {1, 2, 3, 4}
+    assert {1, 4} < lengths  # from nothing passed to everything
 
 
 def test_copies_of_a_prompt_share_its_rows_and_nothing_else() -> None:
