@@ -45,7 +45,7 @@ _HEAD = 1024  # top-p sorts this many of the most likely tokens first; they near
 
 
 class OutputConstraint(Protocol):
-    """What sampling needs of `graftree.grammar.Constraint`."""
+    """What sampling needs of `graftree.constraint.Constraint`."""
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]: ...
 
