@@ -48,6 +48,7 @@ NAMES: dict[Scheme, str] = {
     "shared_noise": "TARGET_ONLY, shared noise",
 }
 REGIME = (0.3, 0.6)
+SAMPLES = 64  # of `node_success` per node; over the nodes their errors average out
 LONGEST_PROMPT = 256
 AT_ONCE = 8
 
@@ -85,8 +86,10 @@ class Measurement:
         """Take a node of the LLM's text: the agreement, and on the `whole` ones the chances to pass."""
         self.agreement.append(int(np.argmax(log_p)) == q.ids[0])
         if whole:
+            p = np.exp(log_p)
             for scheme, rows in self.nodes.items():
-                rows.append([node_success(scheme, np.exp(log_p), q, count, samples=64) for count in CHILDREN])
+                first = len(rows) * SAMPLES
+                rows.append([node_success(scheme, p, q, n, samples=SAMPLES, first_seed=first) for n in CHILDREN])
 
     def mean_length(self, scheme: Scheme, expansion: tuple[int, ...]) -> tuple[float, float]:
         """Mean acceptance length, tokens per step with the bonus token, and its standard error."""

@@ -17,7 +17,9 @@ Floats = NDArray[np.float64]
 Scheme = Literal["naive", "top_k", "mss", "mss_without_replacement", "shared_noise"]
 
 
-def node_success(scheme: Scheme, p: Floats, q: DraftDistribution, count: int, *, samples: int = 256) -> float:
+def node_success(
+    scheme: Scheme, p: Floats, q: DraftDistribution, count: int, *, samples: int = 256, first_seed: int = 0
+) -> float:
     """The chance that a node with `count` children is passed: that the token emitted there is one of theirs.
 
     Args:
@@ -28,6 +30,7 @@ def node_success(scheme: Scheme, p: Floats, q: DraftDistribution, count: int, *,
         count: children, repeated draws counted.
         samples: sets of draws averaged for "mss_without_replacement", quadrature points for "shared_noise"; the
             others are exact.
+        first_seed: of the sets of draws; nodes that are averaged should not share sets.
     """
     p, q = _on_support(p, q)
     match scheme:
@@ -43,7 +46,8 @@ def node_success(scheme: Scheme, p: Floats, q: DraftDistribution, count: int, *,
             return 1.0 - failure
         case "mss_without_replacement":
             rule = Rule.MSS_WITHOUT_REPLACEMENT
-            sets = (draw_proposals(rule, q, count, SamplingParams(seed=i), 0, 0) for i in range(samples))
+            seeds = range(first_seed, first_seed + samples)
+            sets = (draw_proposals(rule, q, count, SamplingParams(seed=seed), 0, 0) for seed in seeds)
             return sum(_passed(rule, p, Proposals(q, tokens)) for tokens in sets) / samples
         case "shared_noise":
             return _shared_noise_success(p, q, count, samples)
