@@ -184,7 +184,7 @@ class RouterStream:
         for item in items:
             if isinstance(item, Grown) and item.session_id.partition(":")[2] in self._vocab_sizes:
                 grown.setdefault(item.session_id, []).append(item)
-        deltas = [delta for parts in grown.values() if (delta := _delta(parts)) is not None]
+        deltas = [delta for parts in grown.values() if (delta := delta_of(parts)) is not None]
         told = any(isinstance(item, common_pb2.PodLoad) for item in items)
         if not (deltas or failures or told):
             return None, False
@@ -192,7 +192,7 @@ class RouterStream:
         return response, bool(deltas)
 
 
-def _delta(parts: list[Grown]) -> speculation_pb2.TreeDelta | None:
+def delta_of(parts: list[Grown]) -> speculation_pb2.TreeDelta | None:
     """What one session grew since the last message, without the nodes that a commit has dropped since."""
     last = parts[-1]
     # The node that has become the root is no news: a commit named it. The engine's thread may commit meanwhile.
