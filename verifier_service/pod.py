@@ -67,7 +67,7 @@ class VerifierPod(Pod[VerifierConfig]):
             vocab_size=spec.vocab_size,
             max_context=spec.max_context,
         )
-        self._servicer = VerificationServicer(hello, self._engine, self._worker)
+        self._servicer = VerificationServicer(hello, self._engine, self._worker, grammars)
         self._worker.start()
         log.info("model loaded", model=spec.name, kv_blocks=self._runner.pool.num_blocks)
 

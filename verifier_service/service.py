@@ -13,6 +13,7 @@ import grpc
 import structlog
 
 from graftree.errors import GraftreeError, InvalidArgument
+from graftree.grammar import Grammars
 from graftree.rpc.outbox import Outbox
 from graftree.rpc.status import abort
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
@@ -31,14 +32,15 @@ Item: TypeAlias = Answer | common_pb2.PodLoad
 class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
     """One per pod; lives on the pod's event loop."""
 
-    def __init__(self, hello: common_pb2.StreamHello, engine: Engine, worker: Worker) -> None:
+    def __init__(self, hello: common_pb2.StreamHello, engine: Engine, worker: Worker, grammars: Grammars) -> None:
         """
         Args:
             hello: what every stream is answered first.
             engine: read for its load only.
             worker: takes the streams' commands.
+            grammars: the engine's.
         """
-        self._hello, self._engine, self._worker = hello, engine, worker
+        self._hello, self._engine, self._worker, self._grammars = hello, engine, worker, grammars
         self._outboxes: set[Outbox[Item]] = set()
         self._load_sent = -LOAD_INTERVAL_SECONDS
         self._load_timer: asyncio.TimerHandle | None = None
@@ -85,13 +87,22 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
     ) -> None:
         """Turn messages into commands until the router ends its side."""
         try:
+            await self._compile(first)
             self._take(first, stream, outbox)
             async for request in rest:
                 if request.HasField("hello"):
                     raise InvalidArgument("hello", request.hello.revision, "sent once, in the first message")
+                await self._compile(request)
                 self._take(request, stream, outbox)
         finally:
             outbox.close()
+
+    async def _compile(self, request: verification_pb2.VerifyRequest) -> None:
+        """On a thread, so that the engine finds it done. What is refused here is refused again there."""
+        for message in request.opens:
+            if message.HasField("structured_output"):
+                with contextlib.suppress(GraftreeError):
+                    await asyncio.to_thread(self._grammars.compile, message.structured_output)
 
     def _take(self, request: verification_pb2.VerifyRequest, stream: Stream, outbox: Outbox[Item]) -> None:
         now = time.monotonic_ns()
