@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import builtins
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
@@ -60,7 +63,32 @@ def connect(url: str, *, timeout_seconds: float = 1.0, max_connections: int = 32
         )
     except (ValueError, TypeError):
         raise ConfigError(key, redact(url), _LIMIT) from None
+    pool.connection_class = _CLASSES[pool.connection_class]
     return Redis.from_pool(pool)
+
+
+class _Cancellable(AbstractConnection):
+    """A connection whose writes never lose a cancellation.
+
+    redis-py bounds a write by `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives in the
+    turn in which the write ends: the task goes on, and whoever waits for its end waits for ever.
+    """
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        seconds, self.socket_timeout = self.socket_timeout, None  # without one, no wait_for
+        try:
+            async with asyncio.timeout(seconds):
+                await super().send_packed_command(command, check_health)
+        except builtins.TimeoutError:
+            raise TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = seconds
+
+
+_CLASSES: dict[type[AbstractConnection], type[AbstractConnection]] = {
+    cls: type(f"Cancellable{cls.__name__}", (_Cancellable, cls), {})
+    for cls in (Connection, SSLConnection, UnixDomainSocketConnection)
+}
 
 
 def redact(url: str) -> str:
