@@ -16,6 +16,7 @@ class Figures:
     Attributes:
         clock: nanoseconds, monotonic.
         arrived_ns: when the request came.
+        restored_tokens: delivered ones that an earlier life of the request verified.
     """
 
     clock: Callable[[], int]
@@ -26,6 +27,7 @@ class Figures:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     completion_tokens: int = 0
+    restored_tokens: int = 0
     commit_ns: int = 0
     histogram: list[int] = field(default_factory=list)
     verify: RequestTimings = field(default_factory=RequestTimings)
@@ -50,6 +52,11 @@ class Figures:
         self.verify.verify_total_ns += timings.total_ns
         return accepted
 
+    def restore(self, tokens: int) -> None:
+        """Count tokens that no step of this life gave."""
+        self.completion_tokens += tokens
+        self.restored_tokens += tokens
+
     def departed(self) -> None:
         """Tokens left for the client."""
         self.last_ns = self.clock()
@@ -59,11 +66,12 @@ class Figures:
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens)
 
     def speculation(self, *, stale_nodes: int, speculators: int) -> SpeculationStats:
+        verified = self.completion_tokens - self.restored_tokens
         return SpeculationStats(
             num_spec_steps=self.steps,
             num_draft_tokens=self.draft_tokens,
             num_accepted_tokens=self.accepted_tokens,
-            mean_acceptance_length=self.completion_tokens / self.steps if self.steps else 0.0,
+            mean_acceptance_length=verified / self.steps if self.steps else 0.0,
             draft_acceptance_rate=self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0,
             acceptance_histogram=self.histogram,
             num_stale_nodes=stale_nodes,

@@ -49,7 +49,8 @@ class Records:
         return record
 
     async def _take_over(self, wanted: SessionRecord, seeded: bool) -> SessionRecord:
-        # The tokens are a function of the record: they are generated again, and committed where they are new.
+        # The tokens are a function of the record: they are generated again, and committed where they are new. Where
+        # they are not, the session begins with those that the record holds.
         held = await self._store.load(wanted.session_id)
         if held is not None:
             same = replace(held, token_ids=(), finished=False, salt=wanted.salt, epoch=1, owner=wanted.owner)

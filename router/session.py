@@ -19,6 +19,7 @@ import structlog
 
 from graftree.config import RouterConfig
 from graftree.errors import (
+    AlreadyExists,
     GraftreeError,
     LeaseLost,
     NotFound,
@@ -31,6 +32,7 @@ from graftree.store.committer import Committer, Durability
 from graftree.store.sessions import Commit, SessionRecord
 from graftree.tree import TokenTree
 from graftree.v1 import generation_pb2 as pb
+from graftree.v1.common_pb2 import TokenLogProb
 from graftree.v1.verification_pb2 import Verdict
 from router.drafts import Drafts
 from router.events import EventLog
@@ -98,6 +100,7 @@ class Session:
         self._figures = Figures(tools.clock_ns, arrived_ns)
         self._token_ids = list(plan.prompt_token_ids)
         self._stopper = Stopper(plan.stops, tools.detokenizer(plan.prompt_token_ids))
+        self._restored = self._restore()
         self._sample = sample
         self._sibling = sibling
         self._opened = asyncio.Event()
@@ -130,12 +133,18 @@ class Session:
         try:
             if self._sibling is not None:
                 await self._sibling._opened.wait()
-            await self._reach_verifier()
-            self._drafts.seat()
-            self._send_step(TokenTree(0))
+            restored = self._restored
+            if restored is None or restored.finish is None:
+                await self._reach_verifier()
+                self._drafts.seat()
+                self._send_step(TokenTree(0))
             if self._sample == 0:
                 self._events.append(self._started())
             self._opened.set()
+            if restored is not None:
+                self._deliver(self._record.token_ids, (), restored)
+                if restored.finish is not None:
+                    return self._finished(restored.finish)
             while True:
                 verdict = await self._verdict()
                 delivery = self._stopper.take(verdict.token_ids)
@@ -147,11 +156,28 @@ class Session:
                 else:
                     self.close()
                 await self._durable(commit)
-                self._deliver(verdict, delivery)
+                self._deliver(verdict.token_ids, verdict.log_probs, delivery)
                 if delivery.finish is not None:
                     return self._finished(delivery.finish)
         finally:
             self.close()
+
+    def _restore(self) -> Delivery | None:
+        """Begin with the record's tokens, where generating again would give others; None = nothing to begin with.
+
+        Raises:
+            AlreadyExists: their log probabilities are wanted, and nobody has them any more.
+        """
+        tokens = self._record.token_ids
+        if not tokens or not self._plan.tests_draws:
+            return None
+        if self._plan.log_probs:
+            why = "it cannot be taken up again with log probabilities in this speculation mode"
+            raise AlreadyExists(f"request {self._plan.request_id} was served before: {why}")
+        delivery = self._stopper.take(tokens)
+        self._token_ids.extend(tokens[: delivery.count])
+        self._figures.restore(delivery.count)
+        return delivery
 
     def close(self) -> None:
         """Forget the session on every pod, at once."""
@@ -290,11 +316,11 @@ class Session:
         self._metrics.accepted_tokens += accepted
         self._metrics.delivered_tokens += delivery.count
 
-    def _deliver(self, verdict: Verdict, delivery: Delivery) -> None:
+    def _deliver(self, token_ids: Sequence[int], log_probs: Sequence[TokenLogProb], delivery: Delivery) -> None:
         chunk = pb.GenerationChunk(
-            token_ids=verdict.token_ids[: delivery.count],
+            token_ids=token_ids[: delivery.count],
             text=delivery.text,
-            log_probs=verdict.log_probs[: delivery.count],
+            log_probs=log_probs[: delivery.count],
             offset=self._figures.completion_tokens - delivery.count,
             index=self._sample,
         )

@@ -1,6 +1,6 @@
 """The first tokens of every acceptance mode through the real parts are distributed as the LLM's own.
 
-`tests/test_distribution.py` does the same for the acceptance rules alone. Here the draws come out of living trees that
+`tests/test_distribution.py` does the same for the acceptance rules alone. Here draws come out of living trees that
 grow best first; they travel as deltas, some late and some twice, are merged, cut to a budget, re-rooted and verified.
 """
 
