@@ -33,6 +33,11 @@ def test_every_keyword_lands_in_its_field() -> None:
             "presence_penalty": 0.5,
             "frequency_penalty": -0.5,
             "logit_bias": {7: -100.0},
+            "bad_words": ["foo"],
+            "bad_words_token_ids": [[1], (2, 3)],
+            "banned_token_ids": [4],
+            "allowed_token_ids": (5, 6),
+            "n": 3,
             "max_new_tokens": 9,
             "min_new_tokens": 2,
             "stop": "end",
@@ -40,6 +45,7 @@ def test_every_keyword_lands_in_its_field() -> None:
             "ignore_eos": True,
             "log_probs": True,
             "alternatives": 3,
+            "log_probs_mode": "processed",
             "echo_prompt_token_ids": True,
             "speculation": SpeculationOptions(max_nodes=4, max_depth=2, mode="mss"),
             "timeout": 3.0,
@@ -51,7 +57,13 @@ def test_every_keyword_lands_in_its_field() -> None:
         stopping=generation_pb2.StoppingParams(
             max_new_tokens=9, min_new_tokens=2, stop=["end"], stop_token_ids=[5], ignore_eos=True
         ),
-        output=generation_pb2.OutputParams(log_probs=True, alternatives=3, echo_prompt_token_ids=True),
+        output=generation_pb2.OutputParams(
+            log_probs=True,
+            alternatives=3,
+            echo_prompt_token_ids=True,
+            log_probs_mode=common_pb2.LOG_PROBS_MODE_PROCESSED,
+        ),
+        n=3,
         speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2),
     )
     sampling = expected.sampling
@@ -59,6 +71,11 @@ def test_every_keyword_lands_in_its_field() -> None:
     sampling.seed, sampling.repetition_penalty = 2**64 - 1, 1.5
     sampling.presence_penalty, sampling.frequency_penalty = 0.5, -0.5
     sampling.logit_bias[7] = -100.0
+    sampling.bad_words.append("foo")
+    sampling.bad_words_token_ids.add(ids=[1])
+    sampling.bad_words_token_ids.add(ids=[2, 3])
+    sampling.banned_token_ids.append(4)
+    sampling.allowed_token_ids.extend([5, 6])
     assert request == expected
 
 
@@ -128,6 +145,13 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ("chat.messages[0]", None, {"chat": ["hello"]}),
         ("chat.messages[1]", None, {"chat": [{"role": "user", "content": "x"}, {"role": "user"}]}),
         ("stopping.max_new_tokens", "x", {"max_new_tokens": -1}),
+        ("n", "x", {"n": -1}),
+        ("output.log_probs_mode", "x", {"log_probs": True, "log_probs_mode": "cooked"}),
+        ("sampling.bad_words", "x", {"bad_words": "foo"}),
+        ("sampling.bad_words", "x", {"bad_words": [3]}),
+        ("sampling.bad_words_token_ids[1]", "x", {"bad_words_token_ids": [[1], 2]}),
+        ("sampling.banned_token_ids", "x", {"banned_token_ids": [-1]}),
+        ("sampling.allowed_token_ids", "x", {"allowed_token_ids": []}),
         ("stopping.max_new_tokens", "x", {"max_new_tokens": 1.5}),
         ("stopping.stop", "x", {"stop": [3]}),
         ("stopping.stop_token_ids", "x", {"stop_token_ids": [-3]}),

@@ -22,6 +22,7 @@ from graftree.errors import (
     Unavailable,
 )
 from graftree.sdk.results import PodInfo, Result, TokenLogProb
+from graftree.v1 import generation_pb2
 from tests.fake_generation import FakeGeneration, script
 
 PIECES = [("He", [4]), ("", [5]), ("llo", [6, 7])]
@@ -45,6 +46,40 @@ def test_generate_gathers_the_stream() -> None:
     assert result.stop_string is None
     assert result.stop_token_id is None
     assert service.requests[0].prompt == "p"
+
+
+def test_samples_are_gathered_by_index() -> None:
+    """Chunks and ends of several samples come mixed; each sample's result has its own, and the totals count all."""
+    usage = generation_pb2.Usage(prompt_tokens=3, completion_tokens=2)
+    started, *_ = script([], seed=2**64 - 1)
+    started.started.n = 2
+    chunks = [
+        generation_pb2.GenerationChunk(token_ids=[token], text=text, offset=offset, index=index)
+        for text, token, offset, index in [("a", 1, 0, 0), ("x", 7, 0, 1), ("y", 8, 1, 1), ("b", 2, 1, 0)]
+    ]
+    ends = [generation_pb2.GenerationFinished(index=i, reason=1 + i, usage=usage) for i in (1, 0)]
+    responses = [started, *(generation_pb2.GenerateResponse(chunk=chunk) for chunk in chunks)]
+    responses += [generation_pb2.GenerateResponse(finished=end) for end in ends]
+    with FakeGeneration(responses) as service, Client(service.target) as client:
+        with client.stream("p", n=2, temperature=1.0) as stream:
+            assert [(chunk.index, chunk.text) for chunk in stream] == [(0, "a"), (1, "x"), (1, "y"), (0, "b")]
+        result = stream.result
+        first, second = result.samples
+        assert first is result
+        assert [(each.text, each.token_ids, each.index) for each in result.samples] == [
+            ("ab", (1, 2), 0),
+            ("xy", (7, 8), 1),
+        ]
+        assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+        assert (first.seed, second.seed) == (2**64 - 1, 0)
+        assert (second.usage.total_tokens, result.total_usage.completion_tokens) == (5, 4)
+        assert (result.total_usage.prompt_tokens, second.samples) == (3, (second,))
+        service.responses = responses[:-1]
+        with pytest.raises(Unavailable, match="broke off"):
+            client.generate("p", n=2, temperature=1.0)
+        service.responses = responses[2:3]
+        with pytest.raises(GraftreeError, match="sample 1 of 1"):
+            client.generate("p")
 
 
 def test_results_are_frozen() -> None:

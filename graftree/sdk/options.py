@@ -13,6 +13,7 @@ from graftree.errors import InvalidArgument
 from graftree.v1 import common_pb2, generation_pb2
 
 Mode = Literal["target_only", "mss", "mss_without_replacement", "naive"]
+LogProbsMode = Literal["raw", "processed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,9 @@ class StructuredOutput:
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`. Beside `prompt`, exactly one of `token_ids` and `chat` may be the input.
 
-    `chat` holds {"role": ..., "content": ...} messages. `temperature` is 0 (greedy) unless given. `timeout` is in
-    seconds for the whole generation. Ranges are those of graftree/v1/*.proto.
+    `chat` holds {"role": ..., "content": ...} messages. `temperature` is 0 (greedy) unless given; `n` samples need
+    more, and the result holds them as `samples`. `timeout` is in seconds for the whole generation. Ranges are those
+    of graftree/v1/*.proto, meanings those of docs/sampling.md.
     """
 
     token_ids: Sequence[int] | None
@@ -73,6 +75,11 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str] | None
+    bad_words_token_ids: Sequence[Sequence[int]] | None
+    banned_token_ids: Sequence[int] | None
+    allowed_token_ids: Sequence[int] | None
+    n: int | None
     max_new_tokens: int | None
     min_new_tokens: int | None
     stop: str | Sequence[str] | None
@@ -80,19 +87,24 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     log_probs: bool
     alternatives: int
+    log_probs_mode: LogProbsMode | None
     echo_prompt_token_ids: bool
     speculation: SpeculationOptions | bool | None
     structured_output: StructuredOutput | None
     timeout: float | None
 
 
-_SAMPLING = tuple(each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields if each.name != "logit_bias")
+_SAMPLING = tuple(each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields if not each.is_repeated)
 _STOPPING = ("max_new_tokens", "min_new_tokens", "ignore_eos")
 _MODES: dict[Mode, common_pb2.SpeculationMode] = {
     "target_only": common_pb2.SPECULATION_MODE_TARGET_ONLY,
     "mss": common_pb2.SPECULATION_MODE_MSS,
     "mss_without_replacement": common_pb2.SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT,
     "naive": common_pb2.SPECULATION_MODE_NAIVE,
+}
+_LOG_PROBS_MODES: dict[LogProbsMode, common_pb2.LogProbsMode] = {
+    "raw": common_pb2.LOG_PROBS_MODE_RAW,
+    "processed": common_pb2.LOG_PROBS_MODE_PROCESSED,
 }
 _OUTPUT = ("log_probs", "alternatives", "echo_prompt_token_ids")
 
@@ -110,6 +122,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
         raise TypeError(f"unknown option {unknown[0]!r}; known: {known}")
     request = generation_pb2.GenerateRequest()
     _set(request, "request_id", given.get("request_id"))
+    _set(request, "n", given.get("n"))
     _set_input(request, prompt, given)
     for message, name in [
         *((request.sampling, name) for name in _SAMPLING),
@@ -117,7 +130,12 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
         *((request.output, name) for name in _OUTPUT),
     ]:
         _set(message, name, given.get(name))
+    if (mode := given.get("log_probs_mode")) is not None:
+        if mode not in _LOG_PROBS_MODES:
+            raise InvalidArgument("output.log_probs_mode", mode, f"one of {', '.join(_LOG_PROBS_MODES)}")
+        request.output.log_probs_mode = _LOG_PROBS_MODES[mode]
     _set_lists(request, given)
+    _set_tokens(request.sampling, given)
     if request.HasField("sampling") and not request.sampling.HasField("temperature"):
         request.sampling.temperature = (
             0.0  # a seed or a penalty alone must not turn a greedy request into a random one
@@ -162,6 +180,19 @@ def _set_lists(request: generation_pb2.GenerateRequest, given: Mapping[str, Any]
         except (TypeError, ValueError):
             pair = f"{_KINDS['TYPE_UINT32']}: {_KINDS['TYPE_FLOAT']}"
             raise InvalidArgument("sampling.logit_bias", (token_id, bias), pair) from None
+
+
+def _set_tokens(sampling: common_pb2.SamplingParams, given: Mapping[str, Any]) -> None:
+    words = given.get("bad_words")
+    if isinstance(words, str):
+        raise InvalidArgument("sampling.bad_words", "str", "a list of texts")
+    for name in ("bad_words", "banned_token_ids", "allowed_token_ids"):
+        if values := given.get(name):
+            _extend(sampling, name, values, f"sampling.{name}")
+    if given.get("allowed_token_ids") is not None and not sampling.allowed_token_ids:
+        raise InvalidArgument("sampling.allowed_token_ids", 0, "at least one token; None = all")  # unset on the wire
+    for index, sequence in enumerate(given.get("bad_words_token_ids") or ()):
+        _extend(sampling.bad_words_token_ids.add(), "ids", sequence, f"sampling.bad_words_token_ids[{index}]")
 
 
 def _set_speculation(request: generation_pb2.GenerateRequest, speculation: SpeculationOptions | bool | None) -> None:

@@ -40,27 +40,29 @@ class TokenLogProb:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens verified since the chunk before, and the text that became final with them.
+    """Tokens verified since the sample's chunk before, and the text that became final with them.
 
     `text` may be empty while a character or a possible stop string is incomplete; `token_ids` may be empty in a last
-    chunk that only releases held-back text. `offset` is the number of tokens before this chunk.
+    chunk that only releases held-back text. `offset` is the number of the sample's tokens before this chunk, `index`
+    the sample.
     """
 
     text: str
     token_ids: tuple[int, ...]
     log_probs: tuple[TokenLogProb, ...] = ()
     offset: int = 0
+    index: int = 0
 
     @classmethod
     def from_proto(cls, message: generation_pb2.GenerationChunk) -> Self:
         """From the wire."""
         log_probs = tuple(TokenLogProb.from_proto(each) for each in message.log_probs)
-        return cls(message.text, tuple(message.token_ids), log_probs, message.offset)
+        return cls(message.text, tuple(message.token_ids), log_probs, message.offset, message.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one sample, or of a whole request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -123,7 +125,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished generation.
+    """One finished generation; of several samples the first one, which holds the others.
 
     Attributes:
         text: what was generated, without a stop string that ended it.
@@ -134,6 +136,8 @@ class Result:
         prompt_token_ids: the prompt's tokens where `echo_prompt_token_ids` was asked for, else empty.
         stop_string: the stop string that ended the text, if one did.
         stop_token_id: the stop or end-of-sequence token that ended it, if one did.
+        index: the sample; all figures here are this sample's.
+        others: the samples behind the first one.
     """
 
     text: str
@@ -149,6 +153,19 @@ class Result:
     prompt_token_ids: tuple[int, ...] = ()
     stop_string: str | None = None
     stop_token_id: int | None = None
+    index: int = 0
+    others: tuple[Result, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Result, ...]:
+        """All samples of the request, this one first."""
+        return (self, *self.others)
+
+    @property
+    def total_usage(self) -> Usage:
+        """Of all samples: the prompt once, and every sample's tokens."""
+        completion = sum(sample.usage.completion_tokens for sample in self.samples)
+        return Usage(self.usage.prompt_tokens, completion)
 
 
 @dataclass(frozen=True, slots=True)
