@@ -95,9 +95,7 @@ class TokenTree:
             index = self.parents[index]
         return tokens[::-1]
 
-    def validate(
-        self, *, vocab_size: int, max_nodes: int = MAX_TREE_NODES, max_depth: int = MAX_TREE_DEPTH
-    ) -> None:
+    def validate(self, *, vocab_size: int, max_nodes: int = MAX_TREE_NODES, max_depth: int = MAX_TREE_DEPTH) -> None:
         """Check every invariant.
 
         Raises:
