@@ -13,6 +13,7 @@ import pytest
 
 from graftree.cli import main
 from graftree.errors import InvalidArgument, Unavailable
+from graftree.v1.common_pb2 import SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT
 from tests.fake_generation import FakeGeneration, script
 
 PIECES = [("He", [4]), ("", [5]), ("llo\u00e9", [6, 7])]
@@ -50,10 +51,12 @@ def test_options_reach_the_service() -> None:
     flags = ["--max-new-tokens", "3", "--temperature", "0.5", "--seed", "7", "--top-k", "2", "--stop", "a"]
     with FakeGeneration(script(PIECES)) as service:
         assert main(["generate", "p", "--target", service.target, "--no-speculation", *flags]) == 0
+        assert main(["generate", "p", "--target", service.target, "--mode", "mss-without-replacement"]) == 0
     request = service.requests[0]
     assert (request.prompt, request.stopping.max_new_tokens, list(request.stopping.stop)) == ("p", 3, ["a"])
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.top_k) == (0.5, 7, 2)
     assert request.speculation.off
+    assert service.requests[1].speculation.mode == SPECULATION_MODE_MSS_WITHOUT_REPLACEMENT
 
 
 def test_structured_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from graftree.cli.stack import add_options, stack_arguments
 from graftree.client import Client, Stream
 from graftree.errors import InvalidArgument
-from graftree.sdk.options import GenerateOptions, SpeculationOptions, StructuredOutput
+from graftree.sdk.options import GenerateOptions, Mode, SpeculationOptions, StructuredOutput
 from graftree.sdk.results import Result
 
 
@@ -39,6 +39,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding")
+    parser.add_argument(
+        "--mode",
+        choices=[mode.replace("_", "-") for mode in get_args(Mode)],
+        help="how drafts are accepted (default: target-only)",
+    )
     parser.add_argument("--max-nodes", type=int, metavar="N", help="most tree nodes per verify step")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the answer")
     sampling = parser.add_argument_group("sampling and stopping")
@@ -98,8 +103,9 @@ def _request(prompt: str, chosen: argparse.Namespace) -> tuple[str | None, Gener
         "ignore_eos": chosen.ignore_eos,
         "timeout": chosen.timeout,
     }
-    if chosen.no_speculation or chosen.max_nodes is not None:
-        options["speculation"] = SpeculationOptions(off=chosen.no_speculation, max_nodes=chosen.max_nodes)
+    if chosen.no_speculation or chosen.max_nodes is not None or chosen.mode is not None:
+        mode = None if chosen.mode is None else chosen.mode.replace("-", "_")
+        options["speculation"] = SpeculationOptions(off=chosen.no_speculation, max_nodes=chosen.max_nodes, mode=mode)
     structured = StructuredOutput(
         json_schema=_content("--json-schema", chosen.json_schema),
         json_object=chosen.json_object,
