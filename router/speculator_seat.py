@@ -70,6 +70,8 @@ class SpeculatorSeat:
                 max_length=plan.max_length,
                 mode=plan.rule.to_proto(),
                 draft_salt=draft_salt,
+                structured_output=plan.structured_output,
+                stop_token_ids=sorted(plan.stops.stop_token_ids) if plan.structured_output is not None else (),
             ),
         )
 

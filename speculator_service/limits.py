@@ -70,6 +70,8 @@ class Limits:
             max_length=request.max_length,
             max_nodes=min(request.max_nodes or self.max_nodes, self.max_nodes),
             branching=branching,
+            structured_output=request.structured_output if request.HasField("structured_output") else None,
+            stop_token_ids=tuple(request.stop_token_ids),
         )
 
     def drawing(self, session: DraftSession, request: speculation_pb2.DraftOpen) -> Drawing | None:

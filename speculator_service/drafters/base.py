@@ -35,6 +35,7 @@ from typing import ClassVar, NamedTuple
 
 from graftree.errors import GraftreeError
 from graftree.sampling import SamplingParams
+from graftree.v1.common_pb2 import StructuredOutputParams
 
 
 class Candidate(NamedTuple):
@@ -85,6 +86,8 @@ class DraftSession:
         max_nodes: most nodes of the session's tree.
         branching: candidates beyond this many per leaf are not used. More than the children a node will have in
             the modes that draw them.
+        structured_output: what the output will look like; None = anything.
+        stop_token_ids: tokens that end the request; with `structured_output` only.
     """
 
     session_id: str
@@ -96,6 +99,8 @@ class DraftSession:
     max_length: int
     max_nodes: int
     branching: int
+    structured_output: StructuredOutputParams | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 # What one leaf is answered with: its children, best first; None = not yet (work goes on, offer the leaf again);

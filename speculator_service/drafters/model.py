@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import structlog
 import torch
 from torch import Tensor
 
+from graftree.constraint import Constraint
 from graftree.errors import GraftreeError, InvalidArgument
+from graftree.grammar import Grammars
 from graftree.models.load import LoadedModel, load
 from graftree.models.runner import Rows, TreeRunner
 from graftree.sampling import SamplingContext
+from graftree.text.tokenizer import Tokenizer
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
 from speculator_service.drafters.ranking import rank
 from speculator_service.drafters.shortlist import SIZE, penalised, shortlists
 from speculator_service.drafters.tree_cache import TreeCache
+
+log = structlog.get_logger(__name__)
 
 PREFILL_ROWS = 128  # of all sessions in one step, so that a long prompt does not stall the others
 _LEAST_CHUNK = 16
@@ -27,7 +34,7 @@ _GPU_SHARE = 0.1
 class _Session:
     given: DraftSession
     cache: TreeCache
-    context: SamplingContext | None  # only where penalties need it
+    context: SamplingContext | None  # only where what was said decides what may follow
 
 
 class ModelDrafter(Drafter):
@@ -69,6 +76,7 @@ class ModelDrafter(Drafter):
         self.max_context = loaded.spec.max_context
         wanted = max_sessions * (self.max_context + max_nodes)
         self.runner = TreeRunner(loaded, kv_tokens=kv_tokens or _affordable(loaded, wanted))
+        self._grammars = Grammars(partial(Tokenizer.load, uri))
         self._shortlist = shortlist
         self._sessions: dict[str, _Session] = {}
 
@@ -76,11 +84,27 @@ class ModelDrafter(Drafter):
         if max(session.token_ids) >= self.vocab_size:
             raise InvalidArgument("token_ids", max(session.token_ids), f"below the SSM's {self.vocab_size}")
         context = None
-        if session.sampling.penalised or session.sampling.phrases:
+        if session.sampling.penalised or session.sampling.phrases or session.structured_output is not None:
             prompt, output = session.token_ids[: session.prompt_tokens], session.token_ids[session.prompt_tokens :]
-            context = SamplingContext(prompt, output, vocab_size=min(session.vocab_size, self.vocab_size))
+            vocab_size = min(session.vocab_size, self.vocab_size)
+            constraint = self._constraint(session, output, vocab_size)
+            context = SamplingContext(prompt, output, vocab_size=vocab_size, constraint=constraint)
         cache = TreeCache(self.runner.pool, self.runner.kv, session.root_id, session.token_ids)
         self._sessions[session.session_id] = _Session(session, cache, context)
+
+    def _constraint(self, session: DraftSession, output: Sequence[int], vocab_size: int) -> Constraint | None:
+        if session.structured_output is None:
+            return None
+        try:
+            return self._grammars.constrain(
+                session.structured_output,
+                vocab_size=vocab_size,
+                stop_token_ids=session.stop_token_ids,
+                output_ids=output,
+            )
+        except GraftreeError as error:  # guesses without it are better than none
+            log.debug("constraint not followed", reason=type(error).__name__)
+            return None
 
     def commit(self, session_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[session_id]

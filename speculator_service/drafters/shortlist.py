@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graftree.errors import GraftreeError
+from graftree.errors import GraftreeError, InvalidArgument
 from graftree.sampling import BAN, SamplingContext, SamplingParams, process
 
 SIZE = 128  # ids; the noise can lift one of them above the most likely, hardly one beyond
@@ -57,8 +57,11 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
 
 
 def penalised(logits: Tensor, params: SamplingParams, context: SamplingContext, path: tuple[int, ...]) -> Shortlist:
-    """As `shortlists`, for one row (V,) and with every processor."""
-    log_q = process(logits.cpu().numpy(), params, context, path)
+    """As `shortlists`, for one row (V,) and with every processor; empty where they leave nothing to say."""
+    try:
+        log_q = process(logits.cpu().numpy(), params, context, path)
+    except InvalidArgument:
+        return np.empty(0, dtype=np.int64), np.empty(0)
     ids = np.argsort(-log_q, kind="stable")[:SIZE]
     ids = ids[log_q[ids] > -math.inf]
     return ids, log_q[ids]
