@@ -44,7 +44,7 @@ def watched(client: Client, prompt: str, after: int, act: Callable[[], object], 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_speculators_never_change_a_token(model: str) -> None:
-    """Sampled with a seed: none, n-gram, an SSM, three merged with one always wrong, one killed, one added in between."""
+    """Sampled with a seed: none, n-gram, an SSM, three merged (one always wrong), one killed, one added."""
     perfect, wrong = spec("Perfect", model=model), spec("Wrong", model=model)
     with (
         LocalStack(model, speculators=[], in_process=True, router_options={"draft_wait_ms": 20}) as stack,
@@ -136,7 +136,7 @@ def test_many_at_once() -> None:
 
 @pytest.mark.real_model
 def test_invariant_on_the_real_model() -> None:
-    """The default model, sampled: none, n-gram, an SSM cut from it, three merged, one killed, one added in between."""
+    """The default model, sampled: none, n-gram, an SSM cut from it, three merged, one killed, one added."""
     ssm, wrong = f"model:{DEFAULT_MODEL}?layers=0,1,29", spec("Wrong", model=f"{DEFAULT_MODEL}?layers=0,1")
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
     prompt = "List three colours and three animals. Colours:"
