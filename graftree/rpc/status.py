@@ -105,18 +105,20 @@ def _build(
 
 def to_failure(session_id: str, error: GraftreeError) -> common_pb2.SessionFailure:
     """`error` as one session's failure on a pod stream."""
-    retry = round(error.retry_after_s * 1000) if isinstance(error, ResourceExhausted) else 0
-    return common_pb2.SessionFailure(
-        session_id=session_id,
-        code=error.code.value[0],
-        reason=error.reason,
-        message=str(error)[:2000],
-        retry_after_ms=retry,
+    failure = common_pb2.SessionFailure(
+        session_id=session_id, code=error.code.value[0], reason=error.reason, message=str(error)[:2000]
     )
+    if isinstance(error, ResourceExhausted):
+        failure.retry_after_ms = round(error.retry_after_s * 1000)
+    if isinstance(error, InvalidArgument):
+        failure.field, failure.limit = error.field, error.limit
+        failure.value = repr(error.value)[:_VALUE_LIMIT]
+    return failure
 
 
 def from_failure(failure: common_pb2.SessionFailure) -> GraftreeError:
     """The exception a pod reported for one session."""
     code = _BY_NUMBER.get(failure.code, grpc.StatusCode.UNKNOWN)
     cls = _BY_REASON.get(failure.reason) or _BY_CODE.get(code, GraftreeError)
-    return _build(cls, failure.message, {}, failure.retry_after_ms / 1000 or None)
+    metadata = {"field": failure.field, "value": failure.value, "limit": failure.limit}
+    return _build(cls, failure.message, metadata, failure.retry_after_ms / 1000 or None)

@@ -178,15 +178,21 @@ class StreamHello(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., pod_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocab_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ...) -> None: ...
 
 class SessionFailure(_message.Message):
-    __slots__ = ("session_id", "code", "reason", "message", "retry_after_ms")
+    __slots__ = ("session_id", "code", "reason", "message", "retry_after_ms", "field", "value", "limit")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     code: int
     reason: str
     message: str
     retry_after_ms: int
-    def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    field: str
+    value: str
+    limit: str
+    def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., field: _Optional[str] = ..., value: _Optional[str] = ..., limit: _Optional[str] = ...) -> None: ...

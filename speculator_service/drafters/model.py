@@ -163,7 +163,7 @@ class ModelDrafter(Drafter):
         try:
             if session.context is not None:
                 lists = [
-                    penalised(row, given.sampling, session.context, leaf.path)
+                    penalised(row, given.sampling, session.context, leaf.path, self._shortlist)
                     for row, leaf in zip(logits, leaves, strict=True)
                 ]
             else:

@@ -44,7 +44,7 @@ def rank(
         branching: most candidates.
     """
     scores = log_q
-    if not params.greedy and params.seed is not None:
+    if not params.greedy and params.seed is not None and token_ids.size:
         scores = _log_chances(log_q, log_q + gumbel(params.seed, position, token_ids))
     order = np.argsort(-scores, kind="stable")[:branching]
     return [

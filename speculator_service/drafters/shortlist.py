@@ -56,13 +56,15 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
     return [_cut(row_ids, row, params) for row_ids, row in zip(ids.cpu().numpy(), log_q, strict=True)]
 
 
-def penalised(logits: Tensor, params: SamplingParams, context: SamplingContext, path: tuple[int, ...]) -> Shortlist:
+def penalised(
+    logits: Tensor, params: SamplingParams, context: SamplingContext, path: tuple[int, ...], size: int = SIZE
+) -> Shortlist:
     """As `shortlists`, for one row (V,) and with every processor; empty where they leave nothing to say."""
     try:
         log_q = process(logits.cpu().numpy(), params, context, path)
     except InvalidArgument:
         return np.empty(0, dtype=np.int64), np.empty(0)
-    ids = np.argsort(-log_q, kind="stable")[:SIZE]
+    ids = np.argsort(-log_q, kind="stable")[:size]
     ids = ids[log_q[ids] > -math.inf]
     return ids, log_q[ids]
 
