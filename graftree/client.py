@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from graftree.errors import Cancelled
+from graftree.rpc.aio import keep_running
 from graftree.rpc.options import CHANNEL_OPTIONS
 from graftree.rpc.status import from_rpc
 from graftree.sdk.answer import Answer
@@ -165,6 +166,7 @@ class AsyncClient:
 
     def _stub(self) -> generation_pb2_grpc.GenerationServiceStub:
         if self._channel is None:  # not in __init__: a channel binds to the running loop
+            keep_running()
             if self._credentials is None:
                 self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
             else:

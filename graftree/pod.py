@@ -100,7 +100,7 @@ class Pod(ABC, Generic[C]):
         await self.set_ready(True)
 
     async def _listen(self) -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = server = grpc.aio.server(options=SERVER_OPTIONS)
         for name, add in self.services():
             add(server)
             self._names.append(name)
@@ -112,8 +112,7 @@ class Pod(ABC, Generic[C]):
             port = server.add_insecure_port(wanted)
         except RuntimeError as error:
             raise ConfigError("port", wanted, f"cannot listen there: {error}") from error
-        await server.start()
-        self._server = server
+        await asyncio.shield(server.start())  # half a start cannot be stopped
         self.address = self.config.advertise or f"{self.config.host}:{port}"
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

@@ -17,6 +17,7 @@ import structlog
 from graftree.errors import GraftreeError, Unavailable
 from graftree.local.pod import MODULES, LocalPod, Tier
 from graftree.pod import Pod
+from graftree.rpc.aio import keep_running
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="graftree-loop", daemon=True)
         self._thread.start()
+        self.run(_keep_grpc_running())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop."""
@@ -50,6 +52,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _keep_grpc_running() -> None:
+    keep_running()
 
 
 async def _cancel_all() -> None:
