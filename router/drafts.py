@@ -114,7 +114,7 @@ class Drafts:
 
     def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
         """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""
-        return self.tree.proposals(tree) if len(tree) else []
+        return self.tree.proposals(tree)
 
     def reroot(self, token_ids: Sequence[int]) -> None:
         """The tree follows committed tokens."""
