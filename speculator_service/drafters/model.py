@@ -19,7 +19,7 @@ from graftree.sampling import SamplingContext
 from graftree.text.tokenizer import Tokenizer
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
 from speculator_service.drafters.ranking import rank
-from speculator_service.drafters.shortlist import SIZE, penalised, shortlists
+from speculator_service.drafters.shortlist import NOTHING, SIZE, penalised, shortlists
 from speculator_service.drafters.tree_cache import TreeCache
 
 log = structlog.get_logger(__name__)
@@ -35,6 +35,7 @@ class _Session:
     given: DraftSession
     cache: TreeCache
     context: SamplingContext | None  # only where what was said decides what may follow
+    ends: frozenset[int]  # tokens behind which nothing is said, where they are known
 
 
 class ModelDrafter(Drafter):
@@ -90,7 +91,7 @@ class ModelDrafter(Drafter):
             constraint = self._constraint(session, output, vocab_size)
             context = SamplingContext(prompt, output, vocab_size=vocab_size, constraint=constraint)
         cache = TreeCache(self.runner.pool, self.runner.kv, session.root_id, session.token_ids)
-        self._sessions[session.session_id] = _Session(session, cache, context)
+        self._sessions[session.session_id] = _Session(session, cache, context, frozenset(session.stop_token_ids))
 
     def _constraint(self, session: DraftSession, output: Sequence[int], vocab_size: int) -> Constraint | None:
         if session.structured_output is None:
@@ -164,6 +165,8 @@ class ModelDrafter(Drafter):
             if session.context is not None:
                 lists = [
                     penalised(row, given.sampling, session.context, leaf.path, self._shortlist)
+                    if session.ends.isdisjoint(leaf.path)
+                    else NOTHING
                     for row, leaf in zip(logits, leaves, strict=True)
                 ]
             else:

@@ -22,6 +22,8 @@ SIZE = 128  # ids; the noise can lift one of them above the most likely, hardly 
 
 Shortlist = tuple[NDArray[np.int64], NDArray[np.float64]]
 
+NOTHING: Shortlist = (np.empty(0, dtype=np.int64), np.empty(0))
+
 
 def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortlist]:
     """Per row the most likely ids under the processed q, best first.
@@ -63,7 +65,7 @@ def penalised(
     try:
         log_q = process(logits.cpu().numpy(), params, context, path)
     except InvalidArgument:
-        return np.empty(0, dtype=np.int64), np.empty(0)
+        return NOTHING
     ids = np.argsort(-log_q, kind="stable")[:size]
     ids = ids[log_q[ids] > -math.inf]
     return ids, log_q[ids]
