@@ -131,6 +131,42 @@ class Scripted(Drafter):
         return tree
 
 
+# Whole texts, prompts included, that `Oracle` has seen; what was learnt last counts first.
+TEXTS: list[list[int]] = []
+
+
+class Oracle(Drafter):
+    """Knows the texts in `TEXTS`: drafts what follows in one that begins as the session's does, and a wrong sibling.
+
+    It takes no time, so that every step has its whole tree.
+    """
+
+    inline = True
+
+    def __init__(self) -> None:
+        self._committed: dict[str, list[int]] = {}
+
+    def open(self, session: DraftSession) -> None:
+        self._committed[session.session_id] = list(session.token_ids)
+
+    def commit(self, session_id: str, token_ids: Sequence[int]) -> None:
+        self._committed[session_id].extend(token_ids)
+
+    def close(self, session_id: str) -> None:
+        del self._committed[session_id]
+
+    def expand(self, leaves: Sequence[Leaf]) -> Sequence[Answer]:
+        return [self._next([*self._committed[leaf.session_id], *leaf.path]) for leaf in leaves]
+
+    @staticmethod
+    def _next(text: list[int]) -> list[Candidate]:
+        for known in reversed(TEXTS):
+            if len(known) > len(text) and known[: len(text)] == text:
+                token = known[len(text)]
+                return [Candidate(token, SURE), Candidate(token + 1 if token % 2 == 0 else token - 1, -6.0)]
+        return []
+
+
 class Flat(Drafter):
     """`width` children for every leaf, ids from a counter: trees of any size whatever the LLM says."""
 

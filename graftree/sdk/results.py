@@ -162,6 +162,11 @@ class Result:
         return (self, *self.others)
 
     @property
+    def mean_inter_token_latency_ns(self) -> float:
+        """Decode time per token behind the first; 0 for one token. Tokens of one run count like any others."""
+        return self.timings.decode_ns / max(1, self.usage.completion_tokens - 1)
+
+    @property
     def total_usage(self) -> Usage:
         """Of all samples: the prompt once, and every sample's tokens."""
         completion = sum(sample.usage.completion_tokens for sample in self.samples)
