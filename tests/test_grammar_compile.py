@@ -202,12 +202,8 @@ def test_a_constraint_that_takes_too_long() -> None:
     with pytest.raises(ResourceExhausted):
         grammars.compile(message(regex="b"))
     compiler.released.set()
-    while True:
-        try:
-            assert grammars.compile(message(regex="b")).consume_token(ord("b"))
-            break
-        except ResourceExhausted:
-            continue
+    compiler._seconds = 20
+    assert grammars.compile(message(regex="b")).consume_token(ord("b"))
 
 
 def test_schemas_may_choose_their_white_space() -> None:
