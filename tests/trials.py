@@ -45,7 +45,8 @@ def plainly(client: Client, **options: Any) -> Result:
     mode = options.pop("speculation", SpeculationOptions()).mode
     plain = SpeculationOptions(off=True, mode=mode)
     prompt = options.get("token_ids") or TOKENIZER.encode(options["prompt"])
-    endless = {key: value for key, value in options.items() if not key.startswith("stop") and key != "max_new_tokens"}
+    stops = {"stop"} if "structured_output" in options else {"stop", "stop_token_ids"}
+    endless = {key: value for key, value in options.items() if key not in stops | {"max_new_tokens"}}
     longer = min(len(prompt) + options["max_new_tokens"] + 6, 256) - len(prompt)
     ahead = client.generate(**endless, max_new_tokens=longer, speculation=plain)
     drafters.TEXTS[:] = [[*prompt, *ahead.token_ids]]
