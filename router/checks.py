@@ -83,5 +83,7 @@ def _check_speculation(speculation: pb.SpeculationParams) -> None:
     Rule.from_proto(speculation.mode, field="speculation.mode")
     if speculation.max_nodes > MAX_TREE_NODES:
         raise InvalidArgument("speculation.max_nodes", speculation.max_nodes, f"at most {MAX_TREE_NODES}")
+    if speculation.off and speculation.max_nodes:
+        raise InvalidArgument("speculation.max_nodes", speculation.max_nodes, "0 or unset with speculation.off")
     if speculation.HasField("max_depth") and not 1 <= speculation.max_depth <= MAX_TREE_DEPTH:
         raise InvalidArgument("speculation.max_depth", speculation.max_depth, f"1 to {MAX_TREE_DEPTH}")
