@@ -7,7 +7,7 @@
 
 Keywords are those of `graftree.sdk.options.GenerateOptions`. Errors are the classes of `graftree.errors`, as the
 service raised them: InvalidArgument with field, value and limit, ResourceExhausted with `retry_after_s`, and so on;
-a `timeout` that runs out is Unavailable. An unknown keyword is a TypeError.
+a `timeout` that runs out is DeadlineExceeded. An unknown keyword is a TypeError.
 """
 
 from __future__ import annotations

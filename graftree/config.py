@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -27,6 +28,10 @@ PREFIX = "GRAFTREE_"
 # Variables that are read elsewhere: the CLI's, and where downloads are kept.
 OTHER_VARIABLES = frozenset({"GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
+# host:port, a bracketed IPv6 address included, with a port from 1 to 65535.
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+ADVERTISE = rf"^$|^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -38,9 +43,11 @@ class _Config(BaseModel):
 class PodConfig(_Config):
     """What every tier has."""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(0, description="port to listen on; 0 = any free port")
-    advertise: str = Field("", description="host:port other tiers reach this pod at; empty = host:port")
+    advertise: Annotated[str, Field(pattern=ADVERTISE)] = Field(
+        "", description="host:port other tiers reach this pod at; empty = host:port"
+    )
     pod_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex[:12],
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
@@ -190,6 +197,24 @@ def build(config: type[C], values: Mapping[str, Any], keys: Mapping[str, str] | 
             else (f"unknown key; known: {', '.join(sorted(config.model_fields))}")
         )
         raise ConfigError((keys or {}).get(name, name), value, limit) from None
+
+
+def respell(
+    config: type[BaseModel],
+    error: ConfigError,
+    arguments: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ConfigError:
+    """`error` with its key as the user wrote it: the flag if it was given, else the variable if it is set."""
+    flag, variable = "--" + error.key.replace("_", "-"), PREFIX + error.key.upper()
+    given = sys.argv[1:] if arguments is None else arguments
+    if error.key not in config.model_fields:
+        return error
+    if any(argument == flag or argument.startswith(flag + "=") for argument in given):
+        return ConfigError(flag, error.value, error.limit)
+    if variable in (os.environ if environ is None else environ):
+        return ConfigError(variable, error.value, error.limit)
+    return error
 
 
 def _known_variables() -> frozenset[str]:

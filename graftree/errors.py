@@ -11,6 +11,7 @@ GraftreeError                       INTERNAL
  ├── Stale                          ABORTED               a step, delta or commit for a root that has moved on
  │    └── LeaseLost                 ABORTED               another owner holds the session's epoch
  ├── ResourceExhausted              RESOURCE_EXHAUSTED    no KV blocks, sessions or queue places left
+ ├── DeadlineExceeded               DEADLINE_EXCEEDED     the caller's own time limit passed
  ├── Cancelled                      CANCELLED             the client went away
  └── Unavailable                    UNAVAILABLE           a pod or Redis cannot be reached
       └── NoVerifier                UNAVAILABLE           no verifier is registered and ready
@@ -111,6 +112,11 @@ class ResourceExhausted(GraftreeError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(GraftreeError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(GraftreeError):

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import signal
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class Pod(ABC, Generic[C]):
         await self.set_ready(True)
 
     async def _listen(self) -> None:
+        await self._check_host()
         self._server = server = grpc.aio.server(options=SERVER_OPTIONS)
         for name, add in self.services():
             add(server)
@@ -114,6 +116,20 @@ class Pod(ABC, Generic[C]):
             raise ConfigError("port", wanted, f"cannot listen there: {error}") from error
         await asyncio.shield(server.start())  # half a start cannot be stopped
         self.address = self.config.advertise or f"{self.config.host}:{port}"
+
+    async def _check_host(self) -> None:
+        """gRPC blames the port for a host that this machine does not have."""
+        loop = asyncio.get_running_loop()
+        try:
+            for family, kind, protocol, _, address in await loop.getaddrinfo(
+                self.config.host, 0, type=socket.SOCK_STREAM
+            ):
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.bind(address)
+                return
+        except OSError as error:
+            limit = f"an address of this machine ({error.strerror or error})"
+            raise ConfigError("host", self.config.host, limit) from error
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
@@ -192,7 +208,7 @@ def main(pod: type[Pod[C]], config: type[C]) -> None:
     try:
         asyncio.run(_serve(pod, loaded))
     except ConfigError as error:
-        sys.exit(_complain(error, 2))
+        sys.exit(_complain(configuration.respell(config, error), 2))
     except GraftreeError as error:
         sys.exit(_complain(error, 1))
 

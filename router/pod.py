@@ -120,7 +120,8 @@ class RouterPod(Pod[RouterConfig]):
         await asyncio.gather(self.pods.watch(), self._follow_verifiers())
 
     async def drain(self) -> None:
-        await self.generations.drain()
+        if self._committer is not None:
+            await self.generations.drain()
 
     async def close(self) -> None:
         if self._committer is None:

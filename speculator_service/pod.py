@@ -85,6 +85,7 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
 
     async def close(self) -> None:
         if self._service is not None:
+            self._service.close()
             self._service = None
             await self.engine.stop()
 

@@ -10,6 +10,7 @@ import grpc
 
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
 from graftree.rpc.status import abort
+from graftree.rpc.ticker import LOAD_INTERVAL_SECONDS, Ticker
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service.engine import Engine
 from speculator_service.events import Event
@@ -35,6 +36,8 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
         self._engine: Engine | None = None
         self.draining = False
         self._empty = asyncio.Event()
+        # A load that crossed a router's close counts a session too many there; the next one must come unasked.
+        self._ticker = Ticker(self._tell_load, LOAD_INTERVAL_SECONDS)
 
     def attach(self, engine: Engine) -> None:
         """Use this engine; its events come to `deliver`."""
@@ -55,12 +58,20 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
     async def drain(self) -> None:
         """Take no new sessions, tell every router, and wait until they have closed theirs."""
         self.draining = True
-        for stream in self._streams.values():
-            stream.tell_load()
+        self._tell_load()
         self._left()
         await self._empty.wait()
 
+    def close(self) -> None:
+        """Send no load any more."""
+        self._ticker.close()
+
+    def _tell_load(self) -> None:
+        for stream in self._streams.values():
+            stream.tell_load()
+
     def _left(self) -> None:
+        self._ticker.changed()
         if self.draining and not self.sessions:
             self._empty.set()
 

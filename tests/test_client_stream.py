@@ -12,6 +12,7 @@ from graftree.client import AsyncStream, Stream
 from graftree.errors import (
     AlreadyExists,
     Cancelled,
+    DeadlineExceeded,
     GraftreeError,
     Incompatible,
     InvalidArgument,
@@ -238,7 +239,7 @@ def test_nobody_there() -> None:
 def test_timeout() -> None:
     """A timeout ends the generation with Unavailable, on the service too."""
     with FakeGeneration(script([])[:1], endless=True) as service, Client(service.target) as client:
-        with pytest.raises(Unavailable, match="DEADLINE_EXCEEDED"):
+        with pytest.raises(DeadlineExceeded):
             client.generate("p", timeout=0.1)
         assert service.gone.wait(10)
 

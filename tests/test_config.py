@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from graftree.config import RouterConfig, SpeculatorConfig, VerifierConfig, load
+from graftree.config import RouterConfig, SpeculatorConfig, VerifierConfig, load, respell
 from graftree.errors import ConfigError
 
 TIERS = (RouterConfig, SpeculatorConfig, VerifierConfig)
@@ -25,6 +25,12 @@ TIERS = (RouterConfig, SpeculatorConfig, VerifierConfig)
         (RouterConfig, "max-requests", "many"),
         (RouterConfig, "log-level", "loud"),
         (RouterConfig, "pod-id", "two words"),
+        (RouterConfig, "host", ""),
+        (RouterConfig, "advertise", "x"),
+        (RouterConfig, "advertise", "host:"),
+        (RouterConfig, "advertise", "host:0"),
+        (RouterConfig, "advertise", "host:65536"),
+        (RouterConfig, "advertise", ":1"),
         (VerifierConfig, "block-size", "0"),
         (VerifierConfig, "dtype", "int3"),
         (VerifierConfig, "step-tokens", "0"),
@@ -58,6 +64,20 @@ def test_unknown_keys_are_refused(tier: type[RouterConfig]) -> None:
     with pytest.raises(ConfigError, match="--tree-bugdet"):
         load(tier, ["--tree-bugdet", "4"], {})
     load(tier, [], {"GRAFTREE_TREE_BUDGET": "4", "GRAFTREE_DRAFTER": "ngram", "GRAFTREE_CACHE": "/c", "OTHER": "x"})
+
+
+def test_an_address_to_advertise() -> None:
+    """Host names, IPv4 and bracketed IPv6 with a port are addresses; empty means host:port."""
+    for value in ("", "verifier-0.verifiers:50051", "10.0.0.1:1", "[::1]:65535"):
+        assert load(RouterConfig, ["--advertise", value], {}).advertise == value
+
+
+def test_a_key_is_respelled_as_the_user_wrote_it() -> None:
+    """An error found after loading names the flag or the variable that was given, else the bare key."""
+    error = ConfigError("host", "nowhere", "an address of this machine")
+    assert respell(RouterConfig, error, ["--host=nowhere"], {}).key == "--host"
+    assert respell(RouterConfig, error, [], {"GRAFTREE_HOST": "nowhere"}).key == "GRAFTREE_HOST"
+    assert respell(RouterConfig, error, [], {}).key == "host"
 
 
 def test_flags_win_over_variables() -> None:

@@ -14,6 +14,7 @@ from graftree import errors
 from graftree.errors import GraftreeError, InvalidArgument, LeaseLost, NoVerifier, ResourceExhausted
 from graftree.rpc import status
 from graftree.rpc.outbox import Outbox
+from graftree.rpc.ticker import Ticker
 
 EXAMPLES: list[GraftreeError] = [
     GraftreeError("boom"),
@@ -25,6 +26,7 @@ EXAMPLES: list[GraftreeError] = [
     errors.Stale("moved on"),
     LeaseLost("epoch 3, not 2"),
     ResourceExhausted("no blocks", retry_after_s=0.25),
+    errors.DeadlineExceeded("too late"),
     errors.Cancelled("gone"),
     errors.Unavailable("away"),
     NoVerifier("none"),
@@ -130,3 +132,21 @@ def test_never_more_messages_than_credits(events: list[int | None]) -> None:
         assert [item for message in messages for item in message] == list(range(put))
 
     asyncio.run(run())
+
+
+async def test_a_ticker_tells_the_last_change() -> None:
+    """The first change is told at once, a burst behind it once, and nothing after close."""
+    told: list[int] = []
+    state = 0
+    ticker = Ticker(lambda: told.append(state), 0.02)
+    for state in range(1, 6):  # noqa: B007
+        ticker.changed()
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.1)
+    assert told[0] == 1
+    assert told[-1] == 5
+    assert len(told) < 5
+    ticker.close()
+    ticker.changed()
+    await asyncio.sleep(0.05)
+    assert told[-1] == 5

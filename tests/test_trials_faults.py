@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -218,3 +219,28 @@ def test_identical_ids_at_once() -> None:
         assert len({result.token_ids for result in results}) == 1
         with pytest.raises(AlreadyExists):
             client.generate(request_id=name, **{**options, "max_new_tokens": 4})
+
+
+def test_a_cancelled_session_leaves_no_ghost() -> None:
+    """Trial 20, 21: a speculator for one session is free for the next request, however often one is cancelled."""
+    model = "random:llama?layers=1&seed=3&scale=3&context=2048"
+    options: dict[str, Any] = {"token_ids": [5, 17, 250, 33, 17], "ignore_eos": True}
+    with (
+        LocalStack(
+            model,
+            [f"model:{model}"],
+            in_process=True,
+            threads=1,
+            router_options={"draft_wait_ms": 200},
+            speculator_options={"max_sessions": 1},
+        ) as stack,
+        Client(stack.target) as client,
+    ):
+        for _ in range(5):
+            with client.stream(max_new_tokens=1500, **options) as stream:
+                next(iter(stream))
+            deadline = time.monotonic() + 30
+            while any(pod.sessions for pod in client.model_info().pods):
+                assert time.monotonic() < deadline, client.model_info().pods
+                time.sleep(0.02)
+            assert client.generate(max_new_tokens=20, **options).speculation.num_draft_tokens > 0

@@ -16,6 +16,7 @@ from graftree.errors import GraftreeError, InvalidArgument
 from graftree.grammar import Grammars
 from graftree.rpc.outbox import Outbox
 from graftree.rpc.status import abort
+from graftree.rpc.ticker import LOAD_INTERVAL_SECONDS, Ticker
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.engine import Engine
 from verifier_service.session import Answer, Stream
@@ -24,7 +25,6 @@ from verifier_service.worker import Command, Worker
 log = structlog.get_logger(__name__)
 
 REVISION = 1
-LOAD_INTERVAL_SECONDS = 0.2
 
 Item: TypeAlias = Answer | common_pb2.PodLoad
 
@@ -42,8 +42,7 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
         """
         self._hello, self._engine, self._worker, self._grammars = hello, engine, worker, grammars
         self._outboxes: set[Outbox[Item]] = set()
-        self._load_sent = -LOAD_INTERVAL_SECONDS
-        self._load_timer: asyncio.TimerHandle | None = None
+        self._ticker = Ticker(self._send_load, LOAD_INTERVAL_SECONDS)
 
     async def Verify(
         self, request_iterator: AsyncIterator[verification_pb2.VerifyRequest], context: grpc.aio.ServicerContext
@@ -118,22 +117,16 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
 
     def load_changed(self) -> None:
         """Tell every router the load, now or when the last time is long enough ago."""
-        if self._load_timer is None:
-            loop = asyncio.get_running_loop()
-            wait = self._load_sent + LOAD_INTERVAL_SECONDS - loop.time()
-            self._load_timer = loop.call_later(max(wait, 0.0), self._send_load)
+        self._ticker.changed()
 
     def _send_load(self) -> None:
-        self._load_timer = None
-        self._load_sent = asyncio.get_running_loop().time()
         load = self._engine.load()
         for outbox in self._outboxes:
             outbox.put(load)
 
     def close(self) -> None:
         """Send no load any more."""
-        if self._load_timer is not None:
-            self._load_timer.cancel()
+        self._ticker.close()
 
 
 def _compose(items: Sequence[Item]) -> verification_pb2.VerifyResponse:

@@ -27,7 +27,6 @@ _CLASSES = _subclasses(GraftreeError)
 _BY_REASON = {cls.reason: cls for cls in _CLASSES}
 # The first class of a code is the least special one: the list is in pre-order.
 _BY_CODE = {cls.code: cls for cls in reversed(_CLASSES)} | {
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unavailable,
     grpc.StatusCode.FAILED_PRECONDITION: errors.Incompatible,
 }
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -120,6 +121,9 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
     if unknown := sorted(given.keys() - GenerateOptions.__annotations__.keys()):
         known = ", ".join(sorted(GenerateOptions.__annotations__))
         raise TypeError(f"unknown option {unknown[0]!r}; known: {known}")
+    timeout = given.get("timeout")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InvalidArgument("timeout", timeout, "seconds, above 0 and finite; None = no limit")
     request = generation_pb2.GenerateRequest()
     _set(request, "request_id", given.get("request_id"))
     _set(request, "n", given.get("n"))
