@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -19,8 +17,9 @@ from graftree.rpc.status import abort
 from graftree.rpc.ticker import LOAD_INTERVAL_SECONDS, Ticker
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.engine import Engine
+from verifier_service.intake import Intake
 from verifier_service.session import Answer, Stream
-from verifier_service.worker import Command, Worker
+from verifier_service.worker import Worker
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +60,8 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
             return
         if first.hello.revision != REVISION:
             await abort(context, InvalidArgument("hello.revision", first.hello.revision, f"{REVISION}, sent first"))
-        reader = asyncio.create_task(self._read(first, request_iterator, stream, outbox))
+        intake = Intake(stream, self._worker, self._grammars)
+        reader = asyncio.create_task(self._read(first, request_iterator, intake, outbox))
         self._outboxes.add(outbox)
         try:
             yield verification_pb2.VerifyResponse(hello=self._hello, load=self._engine.load())
@@ -75,45 +75,27 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
             # A cancelled handler may be closed by GeneratorExit, so nothing here awaits.
             reader.cancel()
             self._outboxes.discard(outbox)
-            self._worker.submit(partial(Engine.close_stream, stream=stream))
+            intake.close()
 
     async def _read(
         self,
         first: verification_pb2.VerifyRequest,
         rest: AsyncIterator[verification_pb2.VerifyRequest],
-        stream: Stream,
+        intake: Intake,
         outbox: Outbox[Item],
     ) -> None:
-        """Turn messages into commands until the router ends its side."""
+        """Take messages in until the router ends its side."""
         try:
-            await self._compile(first)
-            self._take(first, stream, outbox)
+            outbox.grant(first.credits)
+            intake.take(first)
             async for request in rest:
                 if request.HasField("hello"):
                     raise InvalidArgument("hello", request.hello.revision, "sent once, in the first message")
-                await self._compile(request)
-                self._take(request, stream, outbox)
+                if request.credits:
+                    outbox.grant(request.credits)
+                intake.take(request)
         finally:
             outbox.close()
-
-    async def _compile(self, request: verification_pb2.VerifyRequest) -> None:
-        """On a thread, so that the engine finds it done. What is refused here is refused again there."""
-        for message in request.opens:
-            if message.HasField("structured_output"):
-                with contextlib.suppress(GraftreeError):
-                    await asyncio.to_thread(self._grammars.compile, message.structured_output)
-
-    def _take(self, request: verification_pb2.VerifyRequest, stream: Stream, outbox: Outbox[Item]) -> None:
-        now = time.monotonic_ns()
-        if request.credits:
-            outbox.grant(request.credits)
-        commands: list[Command] = [partial(Engine.open, stream=stream, message=message) for message in request.opens]
-        commands += [
-            partial(Engine.step, stream=stream, message=message, arrived_ns=now) for message in request.steps
-        ]
-        commands += [partial(Engine.close, stream=stream, session_id=session_id) for session_id in request.closes]
-        if commands:
-            self._worker.submit(*commands)
 
     def load_changed(self) -> None:
         """Tell every router the load, now or when the last time is long enough ago."""
