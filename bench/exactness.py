@@ -89,6 +89,7 @@ def main() -> int:
         options.count, options.max_new_tokens = min(options.count, 5), min(options.max_new_tokens, 16)
     speculators = options.speculator or ["ngram", f"model:{options.model}?layers={KEPT}"]
 
+    out = report.Report("exactness")
     results: list[dict[str, Any]] = []
     prompts: list[tuple[dict[str, Any], list[int], list[int]]] = []
     steps = delivered = drafted = accepted = 0
@@ -117,7 +118,6 @@ def main() -> int:
         results.append({"question_id": line["question_id"], **compare(reference, prompt, expected, got)})
         print(f"\rtransformers {index + 1}/{options.count}", end="", file=sys.stderr, flush=True)
 
-    out = report.Report("exactness")
     identical = sum(result["identical"] for result in results)
     near = [result for result in results if not result["identical"] and result["near_tie"]]
     out.add(

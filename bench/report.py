@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -51,13 +53,20 @@ class Report:
             content = {
                 "benchmark": self.benchmark,
                 "seconds": round(time.time() - self.started, 1),
-                "machine": {"cpu": platform.machine(), "python": platform.python_version()},
+                "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
                 "arguments": sys.argv[1:],
                 "figures": [asdict(figure) for figure in self.figures],
                 "details": self.details,
             }
             Path(path).write_text(json.dumps(content, indent=1) + "\n")
         return int(any(figure.met is False for figure in self.figures))
+
+
+def _cpu() -> str:
+    """Model name of the processor where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.machine()
 
 
 def parser(description: str) -> argparse.ArgumentParser:
