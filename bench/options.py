@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.exactness import KEPT
 from graftree import Client, LocalStack
 from graftree.noise import gumbel
 from graftree.sdk.options import SpeculationOptions, StructuredOutput
@@ -196,10 +197,11 @@ def main() -> int:
     options = arguments.parse_args()
     if options.quick:
         options.count, options.max_new_tokens = 1, 8
-    speculators = options.speculator or ["ngram", f"model:{options.model}?layers=0,1,28,29"]
+    speculators = options.speculator or ["ngram", f"model:{options.model}?layers={KEPT}"]
     lines = report.prompts(options.prompts, options.count)
     inputs = [{"chat": [{"role": "user", "content": line["turns"][0]}]} for line in lines]
-    with LocalStack(options.model, speculators) as stack, Client(stack.target) as client:
+    patient = {"draft_wait_ms": 1000}  # nothing is timed here: every step shall have drafts to accept
+    with LocalStack(options.model, speculators, router_options=patient) as stack, Client(stack.target) as client:
         tokens, words = frequent_tokens(client, inputs, options.max_new_tokens)
         combinations = grid(tokens, words)
         if options.quick:
