@@ -118,3 +118,48 @@ def test_identity() -> None:
     assert requests.digest(message()) != requests.digest(message(sampling={"seed": 1}))
     assert plan(message(request_id=identifier)).request_id == identifier.lower()
     assert requests.request_id(message(), Random(1)) != requests.request_id(message(), Random(2))
+
+
+def test_bad_words_are_tokenized_as_vllm_does() -> None:
+    """Without leading spaces, and behind one where that is another word of as many tokens; each sequence once."""
+    (spaced,) = TOKENIZER.encode(" e")
+    request = message(sampling={"bad_words": ["e", "  e", "Q", "QZ"], "bad_words_token_ids": [{"ids": [81]}]})
+    request.sampling.temperature = 0
+    sequences = requests.bad_words(request, TOKENIZER)
+    assert sequences == ((101,), (spaced,), (81,), (81, 90))
+    made = requests.plan(
+        request,
+        (1, 2, 3),
+        identifier=requests.request_id(request, Random(1)),
+        eos_token_ids=EOS,
+        limits=ModelLimits(VOCAB, CONTEXT),
+        config=RouterConfig(model=MODEL),
+        source=Random(2),
+        bad_words=sequences,
+    )
+    assert made.sampling.bad_words == ()
+    assert made.sampling.bad_words_token_ids == ((81,), (101,), (spaced,), (81, 90))
+    assert requests.bad_words(message(), TOKENIZER) == ()
+
+
+def test_samples_of_a_plan() -> None:
+    """Sample i has seed + i modulo 2**64, and nothing else differs."""
+    made = plan(message(n=3, sampling={"seed": 2**64 - 1}))
+    assert made.samples == 3
+    assert [made.sample(index).seed for index in range(3)] == [2**64 - 1, 0, 1]
+    assert made.sample(0) == made
+
+
+def test_padding_is_no_token_to_choose() -> None:
+    """Where only ids are allowed that the tokenizer does not have, the request is refused at once."""
+    request = message(sampling={"allowed_token_ids": [VOCAB - 1], "temperature": 0})
+    with pytest.raises(InvalidArgument, match="at least one that is not banned"):
+        requests.plan(
+            request,
+            (1, 2, 3),
+            identifier=requests.request_id(request, Random(1)),
+            eos_token_ids=EOS,
+            limits=ModelLimits(VOCAB, CONTEXT, token_count=VOCAB - 1),
+            config=RouterConfig(model=MODEL),
+            source=Random(2),
+        )

@@ -53,6 +53,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--min-p", type=float, metavar="P")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R")
+    sampling.add_argument("--presence-penalty", type=float, metavar="P")
+    sampling.add_argument("--frequency-penalty", type=float, metavar="F")
+    sampling.add_argument("--bad-word", action="append", metavar="TEXT", help="never say this; repeatable")
+    sampling.add_argument("--min-new-tokens", type=int, metavar="N")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
     shape = parser.add_argument_group("structured output, at most one")
@@ -99,6 +104,11 @@ def _request(prompt: str, chosen: argparse.Namespace) -> tuple[str | None, Gener
         "top_k": chosen.top_k,
         "top_p": chosen.top_p,
         "min_p": chosen.min_p,
+        "repetition_penalty": chosen.repetition_penalty,
+        "presence_penalty": chosen.presence_penalty,
+        "frequency_penalty": chosen.frequency_penalty,
+        "bad_words": chosen.bad_word,
+        "min_new_tokens": chosen.min_new_tokens,
         "stop": chosen.stop,
         "ignore_eos": chosen.ignore_eos,
         "timeout": chosen.timeout,
