@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from graftree.models.uri import ModelUri
 from graftree.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# transformers builds models under process-wide settings (the meta device, the default dtype): a second thread that
+# loads meanwhile would find its parameters without data.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,15 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
     where = _device(device)
     tokenizer = Tokenizer.load(parsed)
+    identity: dict[str, Any]
     if parsed.kind == "random":
-        model = random_models.build(parsed, _DTYPES[dtype])
-        identity: dict[str, Any] = {"random": str(parsed.source), "recipe": random_models.RECIPE}
+        with _ONE_AT_A_TIME:
+            model = random_models.build(parsed, _DTYPES[dtype])
+        identity = {"random": str(parsed.source), "recipe": random_models.RECIPE}
     else:
         directory = pull(parsed, progress=False)
-        model = _from_directory(directory, _DTYPES[dtype], parsed)
+        with _ONE_AT_A_TIME:
+            model = _from_directory(directory, _DTYPES[dtype], parsed)
         identity = _identity(directory)
     eos = set(tokenizer.eos_token_ids)
     if parsed.kind != "random":
