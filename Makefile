@@ -17,6 +17,7 @@ help:
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into .venv; this takes some minutes the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -24,7 +24,18 @@ PROMPTS = {
         "the longer the run lasts, the farther away the flowers are. The bees that follow the dancer in the dark "
         "hive feel the movement with their antennae, and then fly straight to the place without ever having seen it."
     ),
-    "Some code": "Write a Python function that returns the n-th Fibonacci number with a loop. Show how to call it.",
+    "Some code": (
+        "Repeat this code with the name `total` changed to `count`, and nothing else.\n\n"
+        "```python\n"
+        "def word_lengths(words):\n"
+        "    total = 0\n"
+        "    lengths = []\n"
+        "    for word in words:\n"
+        "        lengths.append(len(word))\n"
+        "        total = total + len(word)\n"
+        "    return lengths, total\n"
+        "```"
+    ),
 }
 
 

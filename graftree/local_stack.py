@@ -25,6 +25,7 @@ from graftree.local.pod import LocalPod, Tier
 from graftree.local.processes import ProcessPod, Spawner
 from graftree.models.pull import pull
 from graftree.models.uri import ModelUri
+from graftree.store.connection import check
 from graftree.store.embedded import EmbeddedRedis
 
 Speculator = str | Mapping[str, Any]
@@ -145,6 +146,8 @@ class LocalStack:
             embedded = EmbeddedRedis()
             self._redis_url = self._spawner.run(embedded.__enter__).url
             self._open.callback(embedded.__exit__, None, None, None)
+        else:
+            check(self._redis_url)
 
     def close(self, drain_seconds: float | None = None) -> None:
         """End everything: the routers, then all other pods, then Redis. Closing twice is fine.

@@ -104,7 +104,7 @@ def test_a_redis_of_ones_own() -> None:
         ({"verifier_options": {"colour": "red"}}, ConfigError, "colour"),
         ({"router_options": {"tree_budget": -1}}, ConfigError, "tree_budget"),
         ({"speculators": [f"model:{MODEL}&permute=1"]}, Incompatible, "vocabulary"),
-        ({"redis": "redis://127.0.0.1:1/0", "start_seconds": 0.5}, Unavailable, "0.5 s"),
+        ({"redis": "redis://127.0.0.1:1/0"}, Unavailable, "redis://127.0.0.1:1/0 does not answer"),
     ],
 )
 def test_what_cannot_start(arguments: dict[str, Any], error: type[GraftreeError], words: str) -> None:

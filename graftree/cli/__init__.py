@@ -5,14 +5,17 @@
     graftree models      pull, list
     graftree version
 
-Exit codes: 0 done, 1 failed, 2 the request or an option is wrong, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the request or an option is wrong, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 from graftree import __version__
@@ -39,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     chosen = parser().parse_args(arguments)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _terminated)
     try:
         return int(chosen.run(chosen))
     except (InvalidArgument, ConfigError) as error:
@@ -49,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _terminated(number: int, _: FrameType | None) -> NoReturn:
+    """A private stack is taken down with its folders, as after Ctrl-C."""
+    sys.exit(128 + number)
+
+
 def _complain(error: GraftreeError, code: int) -> int:
     print(f"graftree: {error}", file=sys.stderr, flush=True)
     return code
@@ -56,7 +67,12 @@ def _complain(error: GraftreeError, code: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    root = _Parser(prog="graftree", description="An LLM's own answers, sooner, by token trees.", allow_abbrev=False)
+    root = _Parser(
+        prog="graftree",
+        description="An LLM's own answers, sooner, by token trees.",
+        epilog="Exit codes: 0 done, 1 failed, 2 an option or the request is wrong, 130 interrupted, 143 terminated.",
+        allow_abbrev=False,
+    )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (up, generate, models):
         command.add_parser(commands)

@@ -47,7 +47,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--max-nodes", type=int, metavar="N", help="most tree nodes per verify step")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the answer")
     sampling = parser.add_argument_group("sampling and stopping")
-    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="most tokens of the answer (default: the router's, 256)"
+    )
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default)")
     sampling.add_argument("--seed", type=int, metavar="S")
     sampling.add_argument("--top-k", type=int, metavar="K")

@@ -34,6 +34,8 @@ def add_options(parser: argparse._ActionsContainer) -> None:
 
 def stack_arguments(chosen: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LocalStack` for parsed options."""
+    if chosen.no_speculators and chosen.speculator:
+        raise ConfigError("--no-speculators", chosen.speculator, "not together with --speculator")
     speculators = [] if chosen.no_speculators else chosen.speculator or ["ngram"]
     return {
         "model": chosen.model,

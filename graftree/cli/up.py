@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace) -> int:
         enough.set()
 
     started = False
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         stack.start()
         started = True

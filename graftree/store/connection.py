@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from redis import Redis as SyncRedis
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
@@ -89,6 +90,21 @@ _CLASSES: dict[type[AbstractConnection], type[AbstractConnection]] = {
     cls: type(f"Cancellable{cls.__name__}", (_Cancellable, cls), {})
     for cls in (Connection, SSLConnection, UnixDomainSocketConnection)
 }
+
+
+def check(url: str) -> None:
+    """Ask once whether a Redis answers, before anything slow is started for it; blocks for seconds at most.
+
+    Raises:
+        ConfigError: `url` is none.
+        Unavailable: nobody answers, with the address and the reason.
+    """
+    _check(url, "redis")
+    try:
+        with SyncRedis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0) as redis:
+            redis.ping()
+    except (RedisError, OSError) as error:
+        raise Unavailable(f"redis {redact(url)} does not answer: {type(error).__name__}: {error}") from error
 
 
 def redact(url: str) -> str:
