@@ -200,7 +200,7 @@ def main() -> int:
     speculators = options.speculator or ["ngram", f"model:{options.model}?layers={KEPT}"]
     lines = report.prompts(options.prompts, options.count)
     inputs = [{"chat": [{"role": "user", "content": line["turns"][0]}]} for line in lines]
-    patient = {"draft_wait_ms": 1000}  # nothing is timed here: every step shall have drafts to accept
+    patient = {"draft_wait_ms": 150}  # nothing is timed here: most steps shall have drafts to accept
     with LocalStack(options.model, speculators, router_options=patient) as stack, Client(stack.target) as client:
         tokens, words = frequent_tokens(client, inputs, options.max_new_tokens)
         combinations = grid(tokens, words)
