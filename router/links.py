@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -68,7 +69,7 @@ class Link(ABC, Generic[M]):
     Attributes:
         hello: the pod's own, once connected.
         load: its last word on itself.
-        on_draining: called when that changes.
+        on_change: called when it becomes able or unable to take a session.
         members: wire id -> session.
     """
 
@@ -79,7 +80,7 @@ class Link(ABC, Generic[M]):
         self.members: dict[str, M] = {}
         self.metrics = metrics
         self.connected = False
-        self.on_draining: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._others = record.sessions  # sessions of other routers
         self._own_hello = hello
         self._connect_timeout = connect_timeout
@@ -187,22 +188,30 @@ class Link(ABC, Generic[M]):
 
     def leave(self, wire_id: str) -> None:
         """Forget a session here and, at once, on the pod."""
-        if self.members.pop(wire_id, None) is not None and self.connected:
+        with self._change():
+            left = self.members.pop(wire_id, None) is not None
+        if left and self.connected:
             self._put(wire_id)
 
     def take_record(self, record: PodRecord) -> None:
         """What the registry says now."""
-        before, self.record = self.draining, record
-        # A second old, so it may count sessions of ours that have ended: it can lower the figure, not raise it.
-        self._others = min(self._others, max(0, record.sessions - len(self.members)))
-        if self.draining != before:
-            self.on_draining()
+        with self._change():
+            self.record = record
+            # A second old, so it may count sessions of ours that have ended: it can lower the figure, not raise it.
+            self._others = min(self._others, max(0, record.sessions - len(self.members)))
 
     def _take_load(self, load: PodLoad) -> None:
-        before, self.load = self.draining, load
-        self._others = max(0, load.sessions - len(self.members))
-        if self.draining != before:
-            self.on_draining()
+        with self._change():
+            self.load = load
+            self._others = max(0, load.sessions - len(self.members))
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Tells of what has become different inside."""
+        before = (self.draining, self.full)
+        yield
+        if (self.draining, self.full) != before:
+            self.on_change()
 
     def _fail_all(self, error: GraftreeError) -> None:
         members, self.members = self.members, {}

@@ -173,7 +173,7 @@ class Pods:
     async def _serve(self, peer: Peer) -> None:
         link_type = VerifierLink if peer.record.tier == "verifier" else SpeculatorLink
         link = link_type(peer.record, self._hello, self._config.connect_timeout_seconds, self._metrics)
-        link.on_draining = self._changed
+        link.on_change = self._changed
         try:
             await link.connect()
             self._check(peer, link)

@@ -243,4 +243,6 @@ def test_a_cancelled_session_leaves_no_ghost() -> None:
             while any(pod.sessions for pod in client.model_info().pods):
                 assert time.monotonic() < deadline, client.model_info().pods
                 time.sleep(0.02)
-            assert client.generate(max_new_tokens=400, **options).speculation.num_draft_tokens > 0
+            # A load sent before the close may still come; the next one, 0.2 s later at most, corrects it.
+            answers = (client.generate(max_new_tokens=400, **options) for _ in range(20))
+            assert any(answer.speculation.num_draft_tokens > 0 for answer in answers)
