@@ -143,6 +143,13 @@ def test_a_wrong_setting_is_refused(setting: str, capsys: pytest.CaptureFixture[
     assert "TIER.KEY=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--model", "m"], ["--speculator", "ngram"], ["--set", "router.port=1"]])
+def test_a_target_and_a_stack_contradict(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of the private stack are refused where a running one is asked, not ignored."""
+    assert main(["generate", "x", "--target", "127.0.0.1:1", *option]) == 2
+    assert option[0] in capsys.readouterr().err
+
+
 def test_interrupt_cancels_and_exits_with_130() -> None:
     """Ctrl-C cancels the generation on the service and exits with 130, without a trace."""
     with FakeGeneration(script([("He", [4])])[:-1], endless=True) as service:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from graftree.cli.stack import add_options, stack_arguments
+from graftree.cli.stack import add_options, refuse_with_target, stack_arguments
 from graftree.client import Client, Stream
 from graftree.errors import InvalidArgument
 from graftree.sdk.options import GenerateOptions, Mode, SpeculationOptions, StructuredOutput
@@ -90,6 +90,7 @@ def run(chosen: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _target(chosen: argparse.Namespace) -> Iterator[str]:
     if chosen.target is not None:
+        refuse_with_target(chosen)
         yield chosen.target
         return
     from graftree.local_stack import LocalStack

@@ -13,7 +13,7 @@ from graftree.local.pod import Tier
 
 def add_options(parser: argparse._ActionsContainer) -> None:
     """Add the options to a parser or a group of one."""
-    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="M", help="the LLM (default: %(default)s)")
+    parser.add_argument("--model", metavar="M", help=f"the LLM (default: {DEFAULT_MODEL})")
     parser.add_argument(
         "--speculator",
         action="append",
@@ -21,7 +21,7 @@ def add_options(parser: argparse._ActionsContainer) -> None:
         help="ngram, model:<uri> or package.module:Class; once per pod (default: one ngram)",
     )
     parser.add_argument("--no-speculators", action="store_true", help="start no speculator: plain decoding")
-    parser.add_argument("--verifiers", type=int, default=1, metavar="N", help="verifier pods (default: 1)")
+    parser.add_argument("--verifiers", type=int, metavar="N", help="verifier pods (default: 1)")
     parser.add_argument("--redis", metavar="URL", help="a Redis to use instead of an embedded one")
     parser.add_argument(
         "--set",
@@ -38,13 +38,26 @@ def stack_arguments(chosen: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--no-speculators", chosen.speculator, "not together with --speculator")
     speculators = [] if chosen.no_speculators else chosen.speculator or ["ngram"]
     return {
-        "model": chosen.model,
+        "model": DEFAULT_MODEL if chosen.model is None else chosen.model,
         "speculators": speculators,
-        "verifiers": chosen.verifiers,
+        "verifiers": 1 if chosen.verifiers is None else chosen.verifiers,
         "redis": chosen.redis,
         "notify": tell,
         **_settings(chosen.set),
     }
+
+
+def refuse_with_target(chosen: argparse.Namespace) -> None:
+    """A stack that runs already cannot be described anew.
+
+    Raises:
+        ConfigError: names the first such option.
+    """
+    for name in ("model", "speculator", "no_speculators", "verifiers", "redis", "set"):
+        if value := getattr(chosen, name):
+            raise ConfigError(
+                "--" + name.replace("_", "-"), value, f"only without a target, which is {chosen.target}"
+            )
 
 
 def _settings(settings: list[str]) -> dict[str, dict[str, str]]:
