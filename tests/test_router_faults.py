@@ -336,5 +336,8 @@ async def test_pod_that_never_says_hello() -> None:
     async with harness(FakeVerifier(), connect_timeout_seconds=0.05) as stack:
         adding = asyncio.create_task(stack.add(silent))
         await check(stack, 10)
+        while not silent.address:  # a server that is still starting cannot be stopped
+            await asyncio.sleep(0.01)
         adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
         await silent.stop()
