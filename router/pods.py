@@ -154,6 +154,7 @@ class Pods:
                 await self._serve(peer)
             except Incompatible as error:
                 peer.state = f"refused: {error}"
+                self._changed()
                 self._say_once(peer, "pod refused", str(error))
                 return  # for good: another process would have another pod id
             except Unavailable as error:
@@ -189,6 +190,7 @@ class Pods:
 
     def _quarantine(self, peer: Peer, error: Exception) -> float:
         peer.state = "quarantined"
+        self._changed()
         peer.offences += 1
         self._metrics.quarantines += 1
         pause = self._config.quarantine_seconds * min(2 ** (peer.offences - 1), LONGEST_QUARANTINE)

@@ -15,7 +15,7 @@ from graftree.v1.common_pb2 import PodLoad
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import Verdict, VerifyStep
 from tests.fakes import VOCAB, FakeSpeculator, FakeVerifier, chain, plain
-from tests.router_harness import PROMPT, Harness, harness
+from tests.router_harness import PROMPT, Harness, harness, until
 
 QUICK = {"quarantine_seconds": 0.01}
 
@@ -336,8 +336,7 @@ async def test_pod_that_never_says_hello() -> None:
     async with harness(FakeVerifier(), connect_timeout_seconds=0.05) as stack:
         adding = asyncio.create_task(stack.add(silent))
         await check(stack, 10)
-        while not silent.address:  # a server that is still starting cannot be stopped
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(silent.address))  # a server that is still starting cannot be stopped
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
         await silent.stop()
