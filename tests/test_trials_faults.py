@@ -140,12 +140,14 @@ def test_malformed_drafts_reach_nobody() -> None:
         Client(stack.target) as client,
     ):
         plain = client.generate(speculation=PLAIN, **options)
+        accepted = 0
         for drafter in bad:
             index = stack.add("speculator", drafter)
             result = client.generate(**options)
             agree(result, plain)
-            assert result.speculation.num_accepted_tokens > 0
+            accepted += result.speculation.num_accepted_tokens
             stack.kill("speculator", index)
+        assert accepted > 0
         agree(client.generate(**options), plain)
 
 
