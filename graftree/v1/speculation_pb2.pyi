@@ -52,14 +52,18 @@ class DraftOpen(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., draft_salt: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftCommit(_message.Message):
-    __slots__ = ("session_id", "token_ids", "committed_length")
+    __slots__ = ("session_id", "token_ids", "committed_length", "budget_nodes", "paused")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_length: int
-    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ...) -> None: ...
+    budget_nodes: int
+    paused: bool
+    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
     __slots__ = ("hello", "deltas", "failures", "load")
