@@ -50,7 +50,23 @@ def test_weights_are_not_held_twice(tied: int) -> None:
     assert model.get_input_embeddings().weight.shape == (512, 64)
 
 
-def test_only_float32_on_the_cpu() -> None:
-    """Other dtypes keep their layers."""
+@pytest.mark.parametrize("shape", [(1, 24), (3, 7, 24), (1, 65, 24)])
+def test_bfloat16_equals_the_plain_layer(shape: tuple[int, ...]) -> None:
+    """Where oneDNN computes in bfloat16, a packed layer gives what the float32 product gives, rounded."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 40).to(torch.bfloat16)
+    packed = PackedLinear(plain.weight, plain.bias)
+    x = torch.randn(shape).to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float())
+        torch.testing.assert_close(packed(x).float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_packed() -> None:
+    """float32 wherever there is oneDNN, bfloat16 where it computes in it, float16 never."""
     assert can_pack(load("random:llama?layers=1").model) == torch.backends.mkldnn.is_available()
-    assert not can_pack(load("random:llama?layers=1", dtype="bfloat16").model)
+    half = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert can_pack(load("random:llama?layers=1", dtype="bfloat16").model) == half
+    assert not can_pack(load("random:llama?layers=1", dtype="float16").model)
