@@ -18,6 +18,7 @@ import grpc
 from graftree.errors import GraftreeError, Incompatible, Unavailable
 from graftree.rpc.options import CHANNEL_OPTIONS
 from graftree.rpc.status import from_failure, from_rpc
+from graftree.step_time import StepTime
 from graftree.store.registry import PodRecord
 from graftree.v1 import speculation_pb2_grpc, verification_pb2_grpc
 from graftree.v1.common_pb2 import PodLoad, SessionFailure, StreamHello
@@ -123,6 +124,7 @@ class Link(ABC, Generic[M]):
         Raises:
             Unavailable: no hello in time.
             Incompatible: another protocol revision.
+            InvalidArgument: figures that cannot be right.
         """
         self._channel = grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS)
         self._call = self._start_call(self._channel)
@@ -141,8 +143,7 @@ class Link(ABC, Generic[M]):
             revision = first.hello.revision if first.HasField("hello") else "none"
             raise Incompatible(f"{self.record.address}: protocol revision {revision}, this router speaks {REVISION}")
         self.hello = first.hello
-        if first.HasField("load"):
-            self._take_load(first.load)
+        self._take_figures(first)
         self.connected = True
 
     async def serve(self) -> None:
@@ -156,8 +157,7 @@ class Link(ABC, Generic[M]):
         error: GraftreeError = Unavailable(f"{self.record.pod_id}: link closed")
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                if message.HasField("load"):
-                    self._take_load(message.load)
+                self._take_figures(message)
                 self._dispatch(message)
                 self._owed += 1
                 if self._owed >= CREDITS // 2:
@@ -199,6 +199,11 @@ class Link(ABC, Generic[M]):
             self.record = record
             # A second old, so it may count sessions of ours that have ended: it can lower the figure, not raise it.
             self._others = min(self._others, max(0, record.sessions - len(self.members)))
+
+    def _take_figures(self, message: Any) -> None:
+        """What a message says about the pod itself."""
+        if message.HasField("load"):
+            self._take_load(message.load)
 
     def _take_load(self, load: PodLoad) -> None:
         with self._change():
@@ -250,7 +255,13 @@ class Link(ABC, Generic[M]):
 
 
 class VerifierLink(Link[VerifierMember]):
-    """The stream to one verifier."""
+    """The stream to one verifier.
+
+    Attributes:
+        step_time: what a step takes there; None = it has not said.
+    """
+
+    step_time: StepTime | None = None
 
     def join(self, member: VerifierMember, opening: VerifyOpen) -> None:
         self.members[opening.session_id] = member
@@ -272,6 +283,11 @@ class VerifierLink(Link[VerifierMember]):
             closes=[item for item in items if isinstance(item, str)],
             credits=credits,
         )
+
+    def _take_figures(self, message: VerifyResponse) -> None:
+        super()._take_figures(message)
+        if message.HasField("step_time"):
+            self.step_time = StepTime.from_proto(message.step_time)
 
     def _dispatch(self, message: VerifyResponse) -> None:
         for verdict in message.verdicts:
