@@ -1,6 +1,6 @@
 """How many tokens a verify step gives, per acceptance rule, on a real pair at temperature 1: SpecInfer's Table 3.
 
-    python -m bench.acceptance [--model M] [--ssm URI ...] [--expansion 1,1,5,1,1,1,1,1 ...] [--prompts FILE]
+    python -m bench.modes [--model M] [--ssm URI ...] [--expansion 1,1,5,1,1,1,1,1 ...] [--prompts FILE]
 
 Trees have depth 8 and width 5. SpecInfer (ASPLOS'24) defines a width of k in section 6.4 as the expansion
 <1,1,k,1,1,1,1,1>: one child at each level, k at the third. Its figures of tokens per step grow faster with k than a
@@ -230,7 +230,7 @@ def main() -> int:
         options.count, options.tokens, options.nodes = min(options.count, 4), min(options.tokens, 24), 40
     expansions = [tuple(map(int, given.split(","))) for given in options.expansion or ()] or list(EXPANSIONS)
 
-    out = report.Report("acceptance")
+    out = report.Report("modes")
     prompts = short_prompts(options.prompts, options.model, options.count)
     texts = AT_ONCE * (2 + 2 * len(expansions))
     kv_tokens = texts * (options.tokens + 32) + AT_ONCE * LONGEST_PROMPT
