@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from graftree.v1 import common_pb2 as graftree_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dgraftree/v1/speculation.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xae\x01\n\x10SpeculateRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12%\n\x05opens\x18\x02 \x03(\x0b\x32\x16.graftree.v1.DraftOpen\x12)\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x18.graftree.v1.DraftCommit\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"\xec\x02\n\tDraftOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x11\n\tmax_depth\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nmax_length\x18\t \x01(\r\x12*\n\x04mode\x18\n \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x12\n\ndraft_salt\x18\x0b \x01(\x06\x12>\n\x11structured_output\x18\x0c \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\"t\n\x0b\x44raftCommit\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x0e\n\x06paused\x18\x05 \x01(\x08\"\xb7\x01\n\x11SpeculateResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x16.graftree.v1.TreeDelta\x12-\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1b.graftree.v1.SessionFailure\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.graftree.v1.PodLoad\"\xb7\x02\n\tTreeDelta\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nparent_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x18\n\x10\x63ommitted_length\x18\x05 \x01(\r\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12*\n\x07timings\x18\x07 \x01(\x0b\x32\x19.graftree.v1.StageTimings\x12\x37\n\tproposals\x18\x08 \x03(\x0b\x32$.graftree.v1.TreeDelta.NodeProposals\x1aK\n\rNodeProposals\x12\x0f\n\x07node_id\x18\x01 \x01(\x06\x12)\n\tproposals\x18\x02 \x01(\x0b\x32\x16.graftree.v1.Proposals2d\n\x12SpeculationService\x12N\n\tSpeculate\x12\x1d.graftree.v1.SpeculateRequest\x1a\x1e.graftree.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dgraftree/v1/speculation.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xae\x01\n\x10SpeculateRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12%\n\x05opens\x18\x02 \x03(\x0b\x32\x16.graftree.v1.DraftOpen\x12)\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x18.graftree.v1.DraftCommit\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"\x91\x03\n\tDraftOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x11\n\tmax_depth\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nmax_length\x18\t \x01(\r\x12*\n\x04mode\x18\n \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x12\n\ndraft_salt\x18\x0b \x01(\x06\x12>\n\x11structured_output\x18\x0c \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\t\"t\n\x0b\x44raftCommit\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x0e\n\x06paused\x18\x05 \x01(\x08\"\xb7\x01\n\x11SpeculateResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x16.graftree.v1.TreeDelta\x12-\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1b.graftree.v1.SessionFailure\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.graftree.v1.PodLoad\"\xb7\x02\n\tTreeDelta\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nparent_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x18\n\x10\x63ommitted_length\x18\x05 \x01(\r\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12*\n\x07timings\x18\x07 \x01(\x0b\x32\x19.graftree.v1.StageTimings\x12\x37\n\tproposals\x18\x08 \x03(\x0b\x32$.graftree.v1.TreeDelta.NodeProposals\x1aK\n\rNodeProposals\x12\x0f\n\x07node_id\x18\x01 \x01(\x06\x12)\n\tproposals\x18\x02 \x01(\x0b\x32\x16.graftree.v1.Proposals2d\n\x12SpeculationService\x12N\n\tSpeculate\x12\x1d.graftree.v1.SpeculateRequest\x1a\x1e.graftree.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATEREQUEST']._serialized_start=73
   _globals['_SPECULATEREQUEST']._serialized_end=247
   _globals['_DRAFTOPEN']._serialized_start=250
-  _globals['_DRAFTOPEN']._serialized_end=614
-  _globals['_DRAFTCOMMIT']._serialized_start=616
-  _globals['_DRAFTCOMMIT']._serialized_end=732
-  _globals['_SPECULATERESPONSE']._serialized_start=735
-  _globals['_SPECULATERESPONSE']._serialized_end=918
-  _globals['_TREEDELTA']._serialized_start=921
-  _globals['_TREEDELTA']._serialized_end=1232
-  _globals['_TREEDELTA_NODEPROPOSALS']._serialized_start=1157
-  _globals['_TREEDELTA_NODEPROPOSALS']._serialized_end=1232
-  _globals['_SPECULATIONSERVICE']._serialized_start=1234
-  _globals['_SPECULATIONSERVICE']._serialized_end=1334
+  _globals['_DRAFTOPEN']._serialized_end=651
+  _globals['_DRAFTCOMMIT']._serialized_start=653
+  _globals['_DRAFTCOMMIT']._serialized_end=769
+  _globals['_SPECULATERESPONSE']._serialized_start=772
+  _globals['_SPECULATERESPONSE']._serialized_end=955
+  _globals['_TREEDELTA']._serialized_start=958
+  _globals['_TREEDELTA']._serialized_end=1269
+  _globals['_TREEDELTA_NODEPROPOSALS']._serialized_start=1194
+  _globals['_TREEDELTA_NODEPROPOSALS']._serialized_end=1269
+  _globals['_SPECULATIONSERVICE']._serialized_start=1271
+  _globals['_SPECULATIONSERVICE']._serialized_end=1371
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ class SpeculateRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[str]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("session_id", "salt", "token_ids", "prompt_tokens", "sampling", "max_nodes", "max_depth", "vocab_size", "max_length", "mode", "draft_salt", "structured_output", "stop_token_ids")
+    __slots__ = ("session_id", "salt", "token_ids", "prompt_tokens", "sampling", "max_nodes", "max_depth", "vocab_size", "max_length", "mode", "draft_salt", "structured_output", "stop_token_ids", "traceparent", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class DraftOpen(_message.Message):
     DRAFT_SALT_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     salt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -49,7 +51,9 @@ class DraftOpen(_message.Message):
     draft_salt: int
     structured_output: _common_pb2.StructuredOutputParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., draft_salt: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    traceparent: str
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., draft_salt: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class DraftCommit(_message.Message):
     __slots__ = ("session_id", "token_ids", "committed_length", "budget_nodes", "paused")
