@@ -82,10 +82,13 @@ class Calibration:
     """
 
     def __init__(self, prior: Calibration | None = None, *, settings: CalibrationSettings | None = None) -> None:
-        self.settings = settings or (prior.settings if prior is not None else CalibrationSettings())
-        self._scale = _Scale(self.settings, prior._scale if prior is not None else None)
-        self._line = _Line(self.settings, prior._line if prior is not None else None)
-        self._lead = self._lead_prior = prior._lead if prior is not None else 0.0  # log odds of scale : line
+        if settings is None:
+            settings = prior.settings if prior is not None else CalibrationSettings()
+        self.settings: CalibrationSettings = settings
+        self._scale: _Scale = _Scale(settings, prior._scale if prior is not None else None)
+        self._line: _Line = _Line(settings, prior._line if prior is not None else None)
+        self._lead: float = prior._lead if prior is not None else 0.0  # log odds of scale : line
+        self._lead_prior = self._lead
         self.raw, self.calibrated = Reliability(), Reliability()
 
     @property
