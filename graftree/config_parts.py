@@ -1,0 +1,39 @@
+"""Parts of `graftree.config.PodConfig`: what every tier tells about itself, and how it is kept safe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# A port from 1 to 65535, and an address: a name, an IPv4 or a bracketed IPv6 address, with one.
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HOST = r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])"
+ADVERTISE = rf"^$|^{_HOST}:{_PORT}$"
+LISTEN = rf"^$|^0$|^{_HOST}:(0|{_PORT})$"
+TRACE_ENDPOINT = rf"^$|^https?://{_HOST}(:{_PORT})?/?$|^file:.+$"
+
+
+class Config(BaseModel):
+    """Frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ObservedConfig(Config):
+    """Metrics, traces, logs."""
+
+    metrics_listen: Annotated[str, Field(pattern=LISTEN)] = Field(
+        "", description="host:port of the Prometheus metrics over HTTP, port 0 = any free one; empty or 0 = off"
+    )
+    trace_endpoint: Annotated[str, Field(pattern=TRACE_ENDPOINT)] = Field(
+        "",
+        description="OTLP/gRPC collector, http://host:port or https://..., or file:PATH for JSON lines; empty = off",
+    )
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="share of requests traced, unless the client's trace context decides; 0 = none of one's own"
+    )
+    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = Field(
+        "info", description="debug, info, warning or error"
+    )
+    log_format: Literal["json", "console"] = Field("json", description="json, or console for people")

@@ -1,0 +1,31 @@
+"""What every pod tells about itself, whichever tier it belongs to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from graftree import __version__
+from graftree.observe.exports import Export
+
+if TYPE_CHECKING:
+    from graftree.pod import Pod
+
+
+def _info(pod: Pod[Any]) -> dict[tuple[str, ...], float]:
+    record = pod.record()
+    return {(record.pod_id, record.tier, record.kind, __version__): 1.0}
+
+
+EXPORTS: list[Export[Any]] = [
+    Export("graftree_pod_info", "gauge", "1; what this pod is.", _info, labels=("pod_id", "tier", "kind", "version")),
+    Export("graftree_pod_ready", "gauge", "1 while the pod takes work.", lambda pod: pod.ready),
+    Export("graftree_pod_draining", "gauge", "1 while the pod is going away.", lambda pod: pod.draining),
+    Export("graftree_pod_sessions", "gauge", "Sessions or requests open.", lambda pod: pod.record().sessions),
+    Export("graftree_pod_max_sessions", "gauge", "Most of them; 0 = any.", lambda pod: pod.record().max_sessions),
+    Export(
+        "graftree_pod_lease_failures_total",
+        "counter",
+        "Times the pod could not register or renew its lease.",
+        lambda pod: pod.lease_failures,
+    ),
+]
