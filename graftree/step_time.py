@@ -104,8 +104,9 @@ class StepTime:
         for left, right in pairwise(places):
             ramp = np.maximum((rows - left) / (right - left), 0)
             columns.append(ramp if right == places[-1] else np.minimum(ramp, 1))
-        columns.append(np.array([max(0, sample.sequences - 1) for sample in samples], float))
-        columns.append(np.array([sample.context for sample in samples], float))
+        for term in ([max(0, sample.sequences - 1) for sample in samples], [sample.context for sample in samples]):
+            # What is the same in all samples tells nothing apart: it belongs to the curve.
+            columns.append(np.array(term, float) if len(set(term)) > 1 else np.zeros(len(samples)))
         found = _non_negative(np.stack(columns, axis=1) / times[:, None], np.ones(len(samples)))
         heights = np.cumsum(found[: len(places)])
         floor = float(times.min()) * 1e-3  # everything may have been explained by the other terms

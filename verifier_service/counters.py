@@ -20,6 +20,7 @@ class Counters:
         invalid_trees: trees that broke an invariant; their steps ran without them.
         dropped_steps: steps whose session was closed before they ran.
         forwards: model forwards.
+        forward_ns: nanoseconds in them.
         rows: rows in them.
         prefill_rows: of these, rows of committed tokens before the root.
         shared_rows: rows that were taken from another session instead of being computed.
@@ -37,6 +38,7 @@ class Counters:
     invalid_trees: int = 0
     dropped_steps: int = 0
     forwards: int = 0
+    forward_ns: int = 0
     rows: int = 0
     prefill_rows: int = 0
     shared_rows: int = 0

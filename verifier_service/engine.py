@@ -33,11 +33,13 @@ from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.rpc.status import to_failure
 from graftree.sampling import describe, process
+from graftree.step_time import Sample, StepTime
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.counters import Counters
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
+from verifier_service.step_times import StepTimes
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +83,7 @@ class Engine:
         max_sessions: int,
         step_tokens: int,
         grammars: Grammars | None = None,
+        step_times: StepTimes | None = None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
         """
@@ -89,15 +92,17 @@ class Engine:
             max_sessions: sessions open at once.
             step_tokens: most rows of one forward.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
+            step_times: follows what forwards take; None = nothing was measured.
             clock: monotonic nanoseconds.
         """
         self.counters = Counters()
+        self.step_times = step_times or StepTimes(None)
         self.sessions = 0
         self.draining = False
         self._runner, self._spec = runner, runner.spec
         self._grammars = grammars or Grammars(partial(Tokenizer.load, runner.spec.name))
         self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
-        self._scheduler = Scheduler(step_tokens)
+        self.scheduler = Scheduler(step_tokens)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
         self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
@@ -172,11 +177,11 @@ class Engine:
         for session in list(self._joining):
             if session.can_join:
                 self._join(session)
-        shares = self._scheduler.plan()
+        shares = self.scheduler.plan()
         if not shares:
             return False
         self._awaited.clear()
-        started = self._clock()
+        started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
             outputs = self._runner.forward([share.rows() for share in shares])
         except Exception as error:
@@ -186,6 +191,7 @@ class Engine:
             return True
         forwarded = self._clock()
         self.counters.forwards += 1
+        self.counters.forward_ns += forwarded - started
         for share, logits in zip(shares, outputs, strict=True):
             session = share.session
             session.cached += share.chain
@@ -204,12 +210,16 @@ class Engine:
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
                 self._awaited.add(session)
-        self._patience_ends = self._clock() + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
+        ended = self._clock()
+        if ended > started:
+            rows = sum(map(len, shares))
+            self.step_times.observe(Sample(rows, len(shares), context, (ended - started) / 1e9))
+        self._patience_ends = ended + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
         return True
 
     def patience_ns(self) -> int:
         """How long the next forward should still wait for sessions that the last one answered; 0 = not at all."""
-        if not self._awaited or not self._scheduler.has_work:
+        if not self._awaited or not self.scheduler.has_work:
             return 0
         return max(0, self._patience_ends - self._clock())
 
@@ -220,9 +230,9 @@ class Engine:
             stream.sink(messages)
 
     @property
-    def occupancy(self) -> tuple[int, int, bool]:
-        """What `load` says that routers decide by: sessions, free blocks, draining."""
-        return self.sessions, self._runner.pool.free_blocks, self.draining
+    def news(self) -> tuple[int, int, bool, StepTime | None]:
+        """What routers are told and decide by: sessions, free blocks, draining, step time."""
+        return self.sessions, self._runner.pool.free_blocks, self.draining, self.step_times.latest
 
     def load(self) -> common_pb2.PodLoad:
         """Figures for routers; may be read from any thread."""
@@ -232,7 +242,7 @@ class Engine:
             max_sessions=self._max_sessions,
             free_blocks=pool.free_blocks,
             total_blocks=pool.num_blocks,
-            queued=self._scheduler.waiting,
+            queued=self.scheduler.waiting,
             draining=self.draining,
         )
 
@@ -262,7 +272,7 @@ class Engine:
             session.wait_for(source)
             self._joining[session] = None
         stream.sessions[session.session_id] = session
-        self._scheduler.add(session)
+        self.scheduler.add(session)
         self.sessions += 1
         self.counters.sessions_opened += 1
 
@@ -331,7 +341,7 @@ class Engine:
 
     def _drop(self, session: Session) -> None:
         del session.stream.sessions[session.session_id]
-        self._scheduler.remove(session)
+        self.scheduler.remove(session)
         self._awaited.discard(session)
         self._joining.pop(session, None)
         for waiting in [other for other in self._joining if other.source is session]:

@@ -12,7 +12,8 @@ from graftree.errors import ConfigError, Incompatible
 from graftree.models.load import load
 from graftree.models.runner import TreeRunner, chain_rows
 from graftree.models.uri import ModelUri
-from verifier_service import capacity
+from graftree.step_time import StepTime
+from verifier_service import capacity, step_times
 from verifier_service.engine import Runner
 from verifier_service.standin import StandInRunner
 
@@ -47,6 +48,15 @@ def load_runner(config: VerifierConfig) -> Runner:
     runner = TreeRunner(loaded, kv_tokens=tokens, block_size=config.block_size)
     _warm_up(runner, config)
     return runner
+
+
+def step_time(runner: Runner, config: VerifierConfig) -> StepTime | None:
+    """What the runner's steps take before any has run; None = not known."""
+    if isinstance(runner, StandInRunner):
+        return runner.step_time
+    if not isinstance(runner, TreeRunner) or not config.step_time_seconds:
+        return None
+    return step_times.measure(runner, seconds=config.step_time_seconds, step_tokens=config.step_tokens)
 
 
 def _warm_up(runner: TreeRunner, config: VerifierConfig) -> None:

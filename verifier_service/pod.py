@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import structlog
 
 from graftree.config import VerifierConfig
 from graftree.errors import GraftreeError
 from graftree.grammar import Grammars
+from graftree.observe.exports import Export
 from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.counters import Counters
 from verifier_service.engine import Engine, Runner
-from verifier_service.model import load_runner
+from verifier_service.exports import EXPORTS
+from verifier_service.model import load_runner, step_time
+from verifier_service.scheduler import Scheduler
 from verifier_service.service import REVISION, VerificationServicer
+from verifier_service.step_times import StepTimes
 from verifier_service.worker import Worker
 
 log = structlog.get_logger(__name__)
@@ -31,6 +36,7 @@ class VerifierPod(Pod[VerifierConfig]):
     """One LLM behind `VerificationService`."""
 
     _runner: Runner
+    _step_times: StepTimes
     _engine: Engine
     _worker: Worker | None = None
     _servicer: VerificationServicer
@@ -48,8 +54,10 @@ class VerifierPod(Pod[VerifierConfig]):
             asyncio.to_thread(load_runner, self.config), asyncio.to_thread(_prepare, grammars)
         )
         spec = self._runner.spec
+        self._step_times = StepTimes(await asyncio.to_thread(step_time, self._runner, self.config))
         self._engine = Engine(
             self._runner,
+            step_times=self._step_times,
             max_sessions=self.config.max_sessions,
             step_tokens=self.config.step_tokens,
             grammars=grammars,
@@ -96,9 +104,17 @@ class VerifierPod(Pod[VerifierConfig]):
         return self._engine.counters
 
     @property
+    def scheduler(self) -> Scheduler:
+        """The engine's; to be read only."""
+        return self._engine.scheduler
+
+    @property
     def runner(self) -> Runner:
         """The LLM, its cache and pool; to be read only."""
         return self._runner
+
+    def exports(self) -> list[Export[Any]]:
+        return [*super().exports(), *EXPORTS]
 
     async def drain(self) -> None:
         """Take no new sessions, wait until the open ones have ended."""

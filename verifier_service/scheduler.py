@@ -15,7 +15,8 @@ class Scheduler:
 
     def __init__(self, step_tokens: int) -> None:
         """Args: `step_tokens` is the most rows of one forward."""
-        self.waiting = 0  # sessions that had something to run at the last `plan`; read by other threads
+        # Sessions that had something to run at the last `plan`, and of these those that got no row; others read them.
+        self.waiting = self.left_out = 0
         self._step_tokens = step_tokens
         self._queue: dict[Session, None] = {}
 
@@ -48,6 +49,7 @@ class Scheduler:
                 if share := session.share(before + room):
                     shares[session] = share
                     room -= len(share) - before
+        self.left_out = len(waiting) - len(shares)
         for session in shares:
             self._queue[session] = self._queue.pop(session)
         return list(shares.values())

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 REVISION = 1
 
-Item: TypeAlias = Answer | common_pb2.PodLoad
+Item: TypeAlias = Answer | common_pb2.PodLoad | verification_pb2.StepTime
 
 
 class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
@@ -35,12 +35,13 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
         """
         Args:
             hello: what every stream is answered first.
-            engine: read for its load only.
+            engine: read for its load and step time only.
             worker: takes the streams' commands.
             grammars: the engine's.
         """
         self._hello, self._engine, self._worker, self._grammars = hello, engine, worker, grammars
         self._outboxes: set[Outbox[Item]] = set()
+        self._told = engine.step_times.latest
         self._ticker = Ticker(self._send_load, LOAD_INTERVAL_SECONDS)
 
     async def Verify(
@@ -64,7 +65,9 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
         reader = asyncio.create_task(self._read(first, request_iterator, intake, outbox))
         self._outboxes.add(outbox)
         try:
-            yield verification_pb2.VerifyResponse(hello=self._hello, load=self._engine.load())
+            first_words = _compose([self._engine.load(), *self._step_time()])
+            first_words.hello.CopyFrom(self._hello)
+            yield first_words
             while items := await outbox.take():
                 yield _compose(items)
             try:
@@ -98,13 +101,20 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
             outbox.close()
 
     def load_changed(self) -> None:
-        """Tell every router the load, now or when the last time is long enough ago."""
+        """Tell every router load and step time, now or when the last time is long enough ago."""
         self._ticker.changed()
 
     def _send_load(self) -> None:
-        load = self._engine.load()
+        news: list[Item] = [self._engine.load()]
+        if self._engine.step_times.latest != self._told:
+            self._told = self._engine.step_times.latest
+            news += self._step_time()
         for outbox in self._outboxes:
-            outbox.put(load)
+            outbox.put(*news)
+
+    def _step_time(self) -> list[verification_pb2.StepTime]:
+        latest = self._engine.step_times.latest
+        return [] if latest is None else [latest.to_proto()]
 
     def close(self) -> None:
         """Send no load any more."""
@@ -112,13 +122,15 @@ class VerificationServicer(verification_pb2_grpc.VerificationServiceServicer):
 
 
 def _compose(items: Sequence[Item]) -> verification_pb2.VerifyResponse:
-    """One message of all that waited; of several loads the last one."""
+    """One message of all that waited; of several loads or step times the last one."""
     response = verification_pb2.VerifyResponse()
     for item in items:
         if isinstance(item, verification_pb2.Verdict):
             response.verdicts.append(item)
         elif isinstance(item, common_pb2.SessionFailure):
             response.failures.append(item)
+        elif isinstance(item, verification_pb2.StepTime):
+            response.step_time.CopyFrom(item)
         else:
             response.load.CopyFrom(item)
     return response

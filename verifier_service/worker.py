@@ -25,7 +25,7 @@ class Worker:
         """
         Args:
             engine: only this thread touches it from `start` on.
-            changed: called on this thread when the engine's load may have changed; must not block.
+            changed: called on this thread when the engine's load or step time may have changed; must not block.
             died: called on this thread when it ends by an exception.
         """
         self._engine, self._changed, self._died = engine, changed, died
@@ -61,7 +61,7 @@ class Worker:
             self._died(error)
 
     def _turn(self) -> bool:
-        engine, before = self._engine, self._engine.occupancy
+        engine, before = self._engine, self._engine.news
         timeout = None if not self._busy else 0.0
         while True:
             commands = self._take(timeout)
@@ -76,7 +76,7 @@ class Worker:
             timeout = patience / 1e9
         self._busy = engine.iterate()
         engine.flush()
-        if engine.occupancy != before:
+        if engine.news != before:
             self._changed()
         if not self._busy and not engine.sessions:
             engine.check()

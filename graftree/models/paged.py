@@ -100,6 +100,10 @@ class PagedKV:
         size = self.block_size
         return [blocks[row // size] * size + row % size for row in rows]
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks. Memory that was never written may hold denormal numbers, which are slow, or NaN."""
+        self._data.index_fill_(2, torch.tensor(blocks, dtype=torch.int64, device=self._data.device), 0)
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one layer's rows. slots: (N,) int64 physical rows; key, value: (N, KVH, D)."""
         self._key_rows[layer].index_copy_(0, slots, key)

@@ -5,7 +5,7 @@
     gguf:model.gguf   path/to/model.gguf        a GGUF file
     directory:path    /models/llama  ./llama    a directory as `save_pretrained` writes it
     hub:owner/name    owner/name                a repository of the Hugging Face hub
-    standin:?step_ms=5&vocab=512&context=4096   no model: a verifier of fixed step time, for benchmarks
+    standin:?step_ms=5&row_ms=0&vocab=512&context=4096   no model: a verifier of fixed step time, for benchmarks
 
 Any kind but `random` and `standin` takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an
 LLM). For a random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`.
@@ -63,6 +63,8 @@ _NUMBERS: dict[str, _Number] = {
 
 _STANDIN_NUMBERS: dict[str, _Number] = {
     "step_ms": _Number(5.0, 0.0, 60_000.0),
+    "row_ms": _Number(0.0, 0.0, 1000.0),
+    "free_rows": _Number(1, 1, 1 << 20),
     "vocab": _NUMBERS["vocab"],
     "context": _Number(4096, 2, 1 << 20),
 }
@@ -169,7 +171,7 @@ def _split(head: str) -> tuple[Kind, str]:
         return "random", rest
     if colon and prefix == "standin":
         if rest:
-            raise InvalidArgument("model", head, "standin:?step_ms=5&vocab=512&context=4096")
+            raise InvalidArgument("model", head, "standin:?step_ms=5&row_ms=0&vocab=512&context=4096")
         return "standin", ""
     if colon and prefix == "pypi":
         if not _PACKAGE.fullmatch(rest):

@@ -1,0 +1,58 @@
+"""The verifier's metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graftree.observe.exports import Export, counters_of
+from verifier_service.counters import Counters
+
+if TYPE_CHECKING:
+    from verifier_service.pod import VerifierPod
+
+
+def _kv_usage(pod: VerifierPod) -> float:
+    pool = pod.runner.pool
+    return 1 - pool.free_blocks / pool.num_blocks if pool.num_blocks else 0.0
+
+
+def _accepted_per_position(pod: VerifierPod) -> dict[tuple[str, ...], float]:
+    return {(str(depth),): count for depth, count in enumerate(list(pod.counters.num_accepted_tokens_per_pos))}
+
+
+EXPORTS: list[Export[VerifierPod]] = [
+    *counters_of("graftree_verifier", Counters, lambda pod: pod.counters, leave_out=["forward_ns"]),
+    Export(
+        "graftree_verifier_accepted_tokens_per_pos_total",
+        "counter",
+        "Draft tokens accepted by depth in the tree; position 0 is a child of the root.",
+        _accepted_per_position,
+        labels=("position",),
+    ),
+    Export(
+        "graftree_verifier_forward_seconds_total",
+        "counter",
+        "Time in model forwards; its rate is the share of time in which the model is busy.",
+        lambda pod: pod.counters.forward_ns / 1e9,
+    ),
+    Export(
+        "graftree_verifier_step_tokens",
+        "gauge",
+        "Most rows of one forward; rows over forwards, divided by this, is how full steps are.",
+        lambda pod: pod.config.step_tokens,
+    ),
+    Export("graftree_kv_cache_usage_perc", "gauge", "KV blocks in use, 1 = all of them.", _kv_usage),
+    Export("graftree_verifier_kv_blocks", "gauge", "KV blocks in all.", lambda pod: pod.runner.pool.num_blocks),
+    Export(
+        "graftree_verifier_sessions_ready",
+        "gauge",
+        "Sessions with something to run when the last forward was planned.",
+        lambda pod: pod.scheduler.waiting,
+    ),
+    Export(
+        "graftree_verifier_sessions_waiting",
+        "gauge",
+        "Of these, the ones that got no row in it.",
+        lambda pod: pod.scheduler.left_out,
+    ),
+]
