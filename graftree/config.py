@@ -128,9 +128,6 @@ class VerifierConfig(PodConfig):
     step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
         3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
     )
-    step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
-        3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
-    )
 
 
 C = TypeVar("C", bound=Config)
