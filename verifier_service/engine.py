@@ -102,7 +102,7 @@ class Engine:
         self._runner, self._spec = runner, runner.spec
         self._grammars = grammars or Grammars(partial(Tokenizer.load, runner.spec.name))
         self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
-        self.scheduler = Scheduler(step_tokens)
+        self._scheduler = Scheduler(step_tokens)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
         self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
@@ -177,7 +177,7 @@ class Engine:
         for session in list(self._joining):
             if session.can_join:
                 self._join(session)
-        shares = self.scheduler.plan()
+        shares = self._scheduler.plan()
         if not shares:
             return False
         self._awaited.clear()
@@ -219,7 +219,7 @@ class Engine:
 
     def patience_ns(self) -> int:
         """How long the next forward should still wait for sessions that the last one answered; 0 = not at all."""
-        if not self._awaited or not self.scheduler.has_work:
+        if not self._awaited or not self._scheduler.has_work:
             return 0
         return max(0, self._patience_ends - self._clock())
 
@@ -234,6 +234,11 @@ class Engine:
         """What routers are told and decide by: sessions, free blocks, draining, step time."""
         return self.sessions, self._runner.pool.free_blocks, self.draining, self.step_times.latest
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """To be read only."""
+        return self._scheduler
+
     def load(self) -> common_pb2.PodLoad:
         """Figures for routers; may be read from any thread."""
         pool = self._runner.pool
@@ -242,7 +247,7 @@ class Engine:
             max_sessions=self._max_sessions,
             free_blocks=pool.free_blocks,
             total_blocks=pool.num_blocks,
-            queued=self.scheduler.waiting,
+            queued=self._scheduler.waiting,
             draining=self.draining,
         )
 
@@ -272,7 +277,7 @@ class Engine:
             session.wait_for(source)
             self._joining[session] = None
         stream.sessions[session.session_id] = session
-        self.scheduler.add(session)
+        self._scheduler.add(session)
         self.sessions += 1
         self.counters.sessions_opened += 1
 
@@ -341,7 +346,7 @@ class Engine:
 
     def _drop(self, session: Session) -> None:
         del session.stream.sessions[session.session_id]
-        self.scheduler.remove(session)
+        self._scheduler.remove(session)
         self._awaited.discard(session)
         self._joining.pop(session, None)
         for waiting in [other for other in self._joining if other.source is session]:
