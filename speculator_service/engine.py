@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from graftree.errors import GraftreeError, NotFound, Stale
+from graftree.observe.histogram import ITL_SECONDS, Histogram
 from speculator_service.drafters.base import Drafter, Leaf
 from speculator_service.drafters.checks import BadAnswer, check_answer, check_answers
 from speculator_service.events import Commit, Event, Failed, Open, Operation
@@ -60,6 +61,8 @@ class Engine:
         self._stopped = False
         self.steps = 0
         self.leaves_expanded = 0
+        self.drafting_ns = 0  # in the drafter
+        self.waits = Histogram(ITL_SECONDS)  # from an open's or a commit's arrival to its first step
         self.faults: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -201,12 +204,14 @@ class Engine:
         for growth, _ in batch:
             if growth.queue_ns < 0:
                 growth.queue_ns = max(0, started - growth.arrived_ns)
+                self.waits.observe(growth.queue_ns / 1e9)
         try:
             answers: list[object] = check_answers(self._drafter.expand(leaves), len(leaves))
         except Exception as error:
             answers = self._expand_apart(leaves, error)
         spent = self._clock() - started
         self.steps += 1
+        self.drafting_ns += spent
         for (growth, node), answer in zip(batch, answers, strict=True):
             growth.forward_ns += spent
             self._attach(growth, node, answer)

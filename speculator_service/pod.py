@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 
 from graftree.config import SpeculatorConfig
+from graftree.observe.exports import Export
 from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service.drafters import loader
 from speculator_service.drafters.base import Drafter
 from speculator_service.engine import Engine
+from speculator_service.exports import EXPORTS
 from speculator_service.limits import Limits
 from speculator_service.service import REVISION, SpeculationService
 
@@ -77,6 +80,9 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
             sessions=self._service.sessions if self._service is not None else 0,
             draining=self.draining,
         )
+
+    def exports(self) -> list[Export[Any]]:
+        return [*super().exports(), *EXPORTS]
 
     async def drain(self) -> None:
         """Wait until the routers have closed their sessions; they go on without this pod."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import logging
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -16,6 +14,7 @@ import structlog
 
 from graftree.errors import GraftreeError, Unavailable
 from graftree.local.pod import MODULES, LocalPod, Tier
+from graftree.observe import logs
 from graftree.pod import Pod
 from graftree.rpc.aio import keep_running
 
@@ -27,10 +26,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         if not structlog.is_configured():  # its default prints every event on stdout
-            structlog.configure(
-                wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-                logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-            )
+            logs.configure("warning", "console", libraries=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="graftree-loop", daemon=True)
         self._thread.start()

@@ -30,6 +30,7 @@ def configure(
     *,
     context: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
+    libraries: bool = True,
 ) -> None:
     """Set up this process' logging.
 
@@ -37,13 +38,16 @@ def configure(
         level: debug, info, warning or error; the libraries' lines come from warning on, at debug from info on.
         context: on every line, e.g. tier and pod id.
         stream: where to; None = stderr.
+        libraries: take over the standard library's logging too; False in a process that is not ours alone.
     """
     stream = sys.stderr if stream is None else stream
     number = logging.getLevelNamesMapping()[level.upper()]
     shared = _shared(dict(context or {}))
     renderer: Processor = structlog.processors.JSONRenderer(ensure_ascii=False)
     if log_format == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty())
+        # Its own way to print an exception shows local variables, and those hold prompts.
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)
     else:
         shared.append(structlog.processors.format_exc_info)
     structlog.configure(
@@ -51,6 +55,8 @@ def configure(
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(stream),
     )
+    if not libraries:
+        return
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
