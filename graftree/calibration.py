@@ -24,7 +24,7 @@ Pure Python; O(1) per observation and chance, a few microseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graftree.errors import InvalidArgument
@@ -112,6 +112,22 @@ class Calibration:
         chance = lined + _sigmoid(self._lead) * (scaled - lined)
         return chance if predicted >= LEAST else chance * max(predicted, 0.0) / LEAST
 
+    def curve(self, depth: int) -> Callable[[float], float]:
+        """`chance` at one depth as it stands now, for many promises: a third of the time each."""
+        ratio, lead = self._scale.ratio, _sigmoid(self._lead)
+        offset, slope = self._line.at(depth)
+        exp, log = math.exp, math.log
+
+        def chance(predicted: float) -> float:
+            p = MOST if predicted > MOST else LEAST if predicted < LEAST else predicted
+            scaled, lined = ratio * p, 1.0 / (1.0 + exp(-offset - slope * log(p / (1.0 - p))))
+            scaled = MOST if scaled > MOST else LEAST if scaled < LEAST else scaled
+            lined = MOST if lined > MOST else LEAST if lined < LEAST else lined
+            found = lined + lead * (scaled - lined)
+            return found if predicted >= LEAST else found * max(predicted, 0.0) / LEAST
+
+        return chance
+
     def observe(self, depth: int, predicted: float, accepted: bool) -> None:
         """A node was tested. Arguments as of `chance`; `accepted`: the LLM picked its token."""
         clipped = min(max(predicted, LEAST), MOST)
@@ -174,6 +190,10 @@ class _Line:
 
     def _index(self, depth: int) -> int:
         return min(max(depth, 1), len(self._offsets)) - 1
+
+    def at(self, depth: int) -> tuple[float, float]:
+        """Offset and slope of the line at a depth."""
+        return self._a + self._offsets[self._index(depth)], self._b
 
     def chance(self, depth: int, predicted: float) -> float:
         logit = math.log(predicted / (1.0 - predicted))

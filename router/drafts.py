@@ -13,8 +13,9 @@ from graftree.noise import mix64
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import VerifyStep
+from router.budget import FixedBudget
 from router.merge import MergedTree
-from router.metrics import Metrics
+from router.metrics import Metrics, Outcome
 from router.pods import Pods
 from router.request import GenerationPlan
 from router.speculator_seat import SpeculatorSeat
@@ -107,10 +108,20 @@ class Drafts:
                     clock=self._clock,
                 )
 
+    @property
+    def silence(self) -> Outcome:
+        """What a round sent now is if it has no tree."""
+        if not self._plan.max_nodes:
+            return Outcome.PLAIN
+        seats = [seat for seat in self._seats.values() if seat.error is None]
+        if not seats:
+            return Outcome.ALONE
+        return Outcome.EMPTY if any(seat.answered for seat in seats) else Outcome.LATE
+
     def cut(self) -> TokenTree:
         """The next step's tree."""
         room = self._plan.max_length - len(self._token_ids) - 1  # the bonus token needs a place too
-        return self.tree.cut(self._plan.max_nodes, min(self._plan.max_depth, room))
+        return self.tree.cut(FixedBudget(self._plan.max_nodes), min(self._plan.max_depth, room)).tree
 
     def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
         """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from graftree.calibration import exclusive
 from graftree.codec import check_proposals
 from graftree.errors import InvalidTree
 from graftree.proposals import MAX_PER_NODE
@@ -17,6 +19,7 @@ from graftree.tree import TokenTree, node_id
 from graftree.v1.common_pb2 import Proposals
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import VerifyStep
+from router.record import Agreement, Record
 
 
 @dataclass(slots=True)
@@ -26,7 +29,9 @@ class Node:
     Attributes:
         depth: levels below the first root of the tree's life; re-rooting does not change it.
         children: token -> node.
-        log_probs: speculator -> its log probability of this token given the path.
+        said: speculator -> the chance it promises for this token given the path.
+        chance: the same from all of them, calibrated; as of the tree's `version` in `stamp`.
+        survival: product of the chances down the path, roughly: as they were when the nodes came.
         proposals: speculator -> its salt, and what it drew the node's children from. They stay as long as the node,
             whatever became of the children: dropping draws by their values would leave others than q says.
     """
@@ -35,38 +40,69 @@ class Node:
     token_id: int
     depth: int
     children: dict[int, Node] = field(default_factory=dict)
-    log_probs: dict[str, float] = field(default_factory=dict)
+    said: dict[str, float] = field(default_factory=dict)
+    chance: float = 1.0
+    stamp: int = 0
+    survival: float = 1.0
     proposals: dict[str, tuple[int, Proposals]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Record:
-    """How right one speculator has been lately: acceptances it promised against acceptances it got.
+class _Source:
+    """One opening of a speculator: the record of its kind, the bit that stands for the kind, its live nodes."""
 
-    A node is tested when the LLM's pick at its parent is known. `predicted` sums the probabilities of tested
-    nodes, `accepted` counts those that were right; both fade, so the record follows the text. The weight is
-    their ratio, pulled towards 1 by `PRIOR` observations.
+    record: Record
+    bit: int
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The tree of one step.
+
+    Attributes:
+        tree: log_probs = the combined, calibrated conditional log probabilities.
+        survivals: (N,) probability that each node is accepted.
+        alone: (N,) bits of the kinds without whom the node, or an ancestor of it, would not be there.
+        kinds: the kind that each bit stands for.
     """
 
-    predicted: float = 0.0
-    accepted: float = 0.0
+    tree: TokenTree
+    survivals: tuple[float, ...] = ()
+    alone: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
 
-    PRIOR = 2.0
-    FADE = 0.95
-    RANGE = (0.01, 4.0)
+    @property
+    def expected(self) -> float:
+        """E[accepted]."""
+        return sum(self.survivals)
 
-    def observe(self, predicted: float, accepted: bool) -> None:
-        self.predicted += predicted
-        self.accepted += accepted
+    def brought(self) -> dict[str, tuple[float, int]]:
+        """Of each kind that brought nodes alone: accepted tokens expected of these, and how many they are."""
+        sums: dict[int, tuple[float, int]] = {}
+        for survival, bits in zip(self.survivals, self.alone, strict=True):
+            if bits:
+                tokens, rows = sums.get(bits, (0.0, 0))
+                sums[bits] = tokens + survival, rows + 1
+        return {
+            kind: (sum(sums[bits][0] for bits in own), sum(sums[bits][1] for bits in own))
+            for index, kind in enumerate(self.kinds)
+            if (own := [bits for bits in sums if bits >> index & 1])
+        }
 
-    def fade(self) -> None:
-        self.predicted *= self.FADE
-        self.accepted *= self.FADE
+    def taken(self, accepted: Sequence[int]) -> dict[str, int]:
+        """Of each kind, how many of the `accepted` nodes would not have been there without it."""
+        return {
+            kind: sum(self.alone[node] >> index & 1 for node in accepted) for index, kind in enumerate(self.kinds)
+        }
 
-    def weight(self) -> float:
-        """Factor that calibrates this speculator's probabilities."""
-        low, high = self.RANGE
-        return min(max((self.accepted + self.PRIOR) / (self.predicted + self.PRIOR), low), high)
+
+class Taker(Protocol):
+    """What a cut needs of `router.budget.Budget`."""
+
+    nodes: int
+
+    def offer(self, survival: float) -> bool: ...
 
 
 class MergedTree:
@@ -78,19 +114,37 @@ class MergedTree:
         max_nodes: most live nodes one speculator may have here.
         max_depth: deepest level below the root.
         tests_draws: whether the verifier needs what children were drawn from; if not, it must not come.
+        record: kind of speculator -> its record in this session.
+        agreement: how the chances that several give are combined.
+
+    Attributes:
+        outlook: what is expected of all nodes together in accepted tokens, roughly.
+        stale_nodes: nodes that came without a place.
     """
 
     def __init__(
-        self, root_id: int, *, vocab_size: int, max_nodes: int, max_depth: int, tests_draws: bool = False
+        self,
+        root_id: int,
+        *,
+        vocab_size: int,
+        max_nodes: int,
+        max_depth: int,
+        tests_draws: bool = False,
+        record: Callable[[str], Record] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._root = Node(root_id, -1, 0)
         self._nodes: dict[int, Node] = {root_id: self._root}
-        self._counts: dict[str, int] = {}
-        self._records: dict[str, Record] = {}
+        self._sources: dict[str, _Source] = {}
+        self._kinds: dict[str, int] = {}
+        self._version = 0  # of the records
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._max_depth = max_depth
         self._tests_draws = tests_draws
+        self._record = record or Record
+        self._agreement = agreement or Agreement()
+        self.outlook = 0.0
         self.stale_nodes = 0
 
     def __len__(self) -> int:
@@ -100,16 +154,11 @@ class MergedTree:
     def root_id(self) -> int:
         return self._root.identifier
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """Calibration factor of each speculator seen so far."""
-        return {speculator: record.weight() for speculator, record in self._records.items()}
-
     def add(self, speculator: str, delta: TreeDelta, *, salt: int = 0) -> int:
         """Merge what one speculator sent; nodes with an unknown parent are stale: dropped and counted.
 
         Args:
-            speculator: name of the opening the delta belongs to.
+            speculator: name of the opening the delta belongs to: the kind, and behind a slash what tells it apart.
             salt: of its draws.
 
         Returns:
@@ -120,30 +169,32 @@ class MergedTree:
         """
         self._validate(delta)
         staged: dict[int, int] = {}  # id -> depth, of nodes this delta brings
-        placed: list[tuple[int, int, float]] = []
-        mine = 0
+        placed: list[tuple[int, int, float, int]] = []
+        nodes, deepest, mine = self._nodes, self._root.depth + self._max_depth, 0
         for parent_id, token, log_prob in zip(delta.parent_ids, delta.token_ids, delta.log_probs, strict=True):
-            parent = self._nodes.get(parent_id)
+            parent = nodes.get(parent_id)
             depth = (parent.depth if parent is not None else staged.get(parent_id, -1)) + 1
             if depth == 0:
                 continue
-            if depth - self._root.depth > self._max_depth:
+            if depth > deepest:
                 raise InvalidTree("delta.parent_ids", depth - self._root.depth, f"at most {self._max_depth} deep")
             known = parent.children.get(token) if parent is not None else None
             if known is None:
                 identifier = node_id(parent_id, token)
-                if identifier in self._nodes or identifier in staged:
+                if identifier in nodes or identifier in staged:
                     raise InvalidTree("delta.token_ids", token, "siblings carry different tokens")
                 staged[identifier] = depth
-            if known is None or speculator not in known.log_probs:
                 mine += 1
-            placed.append((parent_id, token, log_prob))
-        if (count := self._counts.get(speculator, 0) + mine) > self._max_nodes:
+            else:
+                identifier = known.identifier
+                mine += speculator not in known.said
+            placed.append((parent_id, token, log_prob, identifier))
+        source = self._sources.get(speculator) or self._source(speculator)
+        if (count := source.count + mine) > self._max_nodes:
             raise InvalidTree("delta.token_ids", count, f"at most {self._max_nodes} nodes")
-        self._counts[speculator] = count
-        self._records.setdefault(speculator, Record())
-        for parent_id, token, log_prob in placed:
-            self._place(speculator, self._nodes[parent_id], token, log_prob)
+        source.count = count
+        for parent_id, token, log_prob, identifier in placed:
+            self._place(speculator, nodes[parent_id], token, math.exp(min(log_prob, 0.0)), identifier)
         for entry in delta.proposals:
             node = self._nodes.get(entry.node_id)
             # The first word counts: a second list of one speculator would repeat its draws.
@@ -172,14 +223,35 @@ class MergedTree:
         for entry in delta.proposals:
             check_proposals(entry.proposals, vocab_size=self._vocab_size)
 
-    def _place(self, speculator: str, parent: Node, token: int, log_prob: float) -> None:
+    def _source(self, speculator: str) -> _Source:
+        kind = speculator.rpartition("/")[0] or speculator
+        index = self._kinds.setdefault(kind, len(self._kinds))
+        self._sources[speculator] = source = _Source(self._record(kind), 1 << index)
+        return source
+
+    def _place(self, speculator: str, parent: Node, token: int, promised: float, identifier: int) -> None:
         node = parent.children.get(token)
         if node is None:
-            node = Node(node_id(parent.identifier, token), token, parent.depth + 1)
+            node = Node(identifier, token, parent.depth + 1, survival=0.0)
             parent.children[token] = node
-            self._nodes[node.identifier] = node
+            self._nodes[identifier] = node
         # A speculator that says it twice is taken at its best word: the maximum knows no order.
-        node.log_probs[speculator] = max(log_prob, node.log_probs.get(speculator, -math.inf))
+        node.said[speculator] = max(promised, node.said.get(speculator, 0.0))
+        self._judge(node)
+        survival = parent.survival * node.chance
+        self.outlook += survival - node.survival
+        node.survival = survival
+
+    def _judge(self, node: Node) -> None:
+        """Bring `chance` up to date with what was said and with the records."""
+        node.stamp = self._version
+        depth, sources, said = node.depth - self._root.depth, self._sources, node.said
+        if len(said) == 1:
+            for name, promised in said.items():
+                node.chance = sources[name].record.chance(depth, promised)
+        else:
+            chances = [sources[name].record.chance(depth, promised) for name, promised in said.items()]
+            node.chance = self._agreement.combine(chances)
 
     def reroot(self, token_ids: Sequence[int]) -> None:
         """Follow committed tokens: the branch they name survives, the rest goes; off the tree it restarts.
@@ -187,61 +259,101 @@ class MergedTree:
         What the speculators said at each step of the way is held against the LLM's pick there.
         """
         node = self._root
-        for token in token_ids:
-            self._observe(node, token)
+        for depth, token in enumerate(token_ids, 1):
+            self._observe(node, depth, token)
             child = node.children.get(token)
             node = child or Node(node_id(node.identifier, token), token, node.depth + 1)
-        node.log_probs = {}
+        self._version += 1
+        for record in {source.record.kind: source.record for source in self._sources.values()}.values():
+            record.round()
+        node.said = {}
         self._root = node
         self._nodes = {}
-        self._counts = {}
+        for source in self._sources.values():
+            source.count = 0
+        scale = 1.0 / node.survival if node.survival > 0.0 else 0.0
+        self.outlook = -1.0  # the root's own
         for survivor in _below(node):
             self._nodes[survivor.identifier] = survivor
-            for speculator in survivor.log_probs:
-                self._counts[speculator] = self._counts.get(speculator, 0) + 1
+            survivor.survival *= scale
+            self.outlook += survivor.survival
+            for speculator in survivor.said:
+                self._sources[speculator].count += 1
+        node.survival = 1.0
 
-    def _observe(self, node: Node, picked: int) -> None:
-        if not node.children:
-            return
-        for record in self._records.values():
-            record.fade()
+    def _observe(self, node: Node, depth: int, picked: int) -> None:
         for token, child in sorted(node.children.items()):
-            for speculator, log_prob in child.log_probs.items():
-                self._records[speculator].observe(math.exp(min(log_prob, 0.0)), token == picked)
+            chances = []
+            for speculator, promised in sorted(child.said.items()):
+                record = self._sources[speculator].record
+                if len(child.said) > 1:
+                    chances.append(record.chance(depth, promised))
+                record.observe(depth, promised, token == picked)
+            if chances:
+                self._agreement.observe(chances, token == picked)
 
-    def cut(self, budget: int, max_depth: int) -> TokenTree:
-        """The `budget` nodes most likely to be reached, at most `max_depth` deep.
+    def cut(self, budget: Taker, max_depth: int) -> Cut:
+        """The nodes most likely to be accepted, as many as the budget takes, at most `max_depth` deep.
 
-        A node's survival probability is the product, down its path, of the chance that each token is the LLM's
-        pick given that its parent was reached: 1 - prod over speculators of (1 - weight * p), their guesses taken
-        as independent evidence. So ancestors score at least as high and the kept set is connected. Ties go to the
-        shallower node, then to the smaller path; the order is canonical.
-
-        Returns:
-            Tree with log_probs = the combined conditional log probabilities.
+        A node's survival probability is the product, down its path, of the chance that each token is the LLM's pick
+        given that its parent was accepted: the speculators' promises, calibrated by their records, combined by
+        `graftree.calibration.combine`, and of siblings no more than 1 in sum. So ancestors score at least as high and
+        the kept set is connected. Ties go to the shallower node, then to the one whose parent came first, then to the
+        smaller token; the order is canonical.
         """
-        weights = self.weights
         token_ids: list[int] = []
         parents: list[int] = []
         log_probs: list[float] = []
-        # Paths are unique, so a comparison never gets as far as the nodes.
-        heap: list[tuple[float, int, tuple[int, ...], float, Node, int]] = []
-        frontier, parent, survival = self._root, -1, 1.0
-        path: tuple[int, ...] = ()
-        while len(token_ids) < budget:
-            if len(path) < max_depth:
-                for token, child in frontier.children.items():
-                    conditional = _combine(child.log_probs, weights)
-                    entry = (-survival * conditional, len(path) + 1, (*path, token), conditional, child, parent)
-                    heapq.heappush(heap, entry)
+        survivals: list[float] = []
+        alone: list[int] = []
+        sources = self._sources
+        # (-survival, depth, parent's index, token) is unique: a comparison never gets as far as the node.
+        heap: list[tuple[float, int, int, int, float, Node]] = []
+        frontier, depth, parent, survival, bits = self._root, 0, -1, 1.0, 0
+        wanted = max_depth > 0
+        while wanted:
+            if depth < max_depth and (children := frontier.children):
+                self._push(heap, children, survival, depth + 1, parent)
             if not heap:
                 break
-            negative, _, path, conditional, frontier, above = heapq.heappop(heap)
+            negative, depth, above, token, chance, frontier = heapq.heappop(heap)
             survival, parent = -negative, len(token_ids)
-            token_ids.append(frontier.token_id)
+            bits = 0
+            for name in frontier.said:
+                bits |= sources[name].bit
+            if bits & (bits - 1):
+                bits = 0  # several say so
+            token_ids.append(token)
             parents.append(above)
-            log_probs.append(math.log(max(conditional, 1e-300)))
-        return TokenTree(self._root.identifier, tuple(token_ids), tuple(parents), tuple(log_probs))
+            log_probs.append(math.log(chance) if chance > 1e-300 else -690.0)
+            survivals.append(survival)
+            alone.append(bits | alone[above] if above >= 0 else bits)
+            wanted = budget.offer(survival)
+        count = budget.nodes
+        return Cut(
+            TokenTree(self.root_id, tuple(token_ids[:count]), tuple(parents[:count]), tuple(log_probs[:count])),
+            tuple(survivals[:count]),
+            tuple(alone[:count]),
+            tuple(self._kinds),
+        )
+
+    def _push(
+        self,
+        heap: list[tuple[float, int, int, int, float, Node]],
+        children: dict[int, Node],
+        survival: float,
+        depth: int,
+        parent: int,
+    ) -> None:
+        version = self._version
+        for child in children.values():
+            if child.stamp != version:
+                self._judge(child)
+        chances = [child.chance for child in children.values()]
+        if len(chances) > 1:
+            chances = exclusive(chances)
+        for (token, child), chance in zip(children.items(), chances, strict=True):
+            heapq.heappush(heap, (-survival * chance, depth, parent, token, chance, child))
 
     def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
         """All that was proposed at the root and the nodes of a tree just cut, a node's in canonical order."""
@@ -255,13 +367,6 @@ class MergedTree:
             for index, node in enumerate(nodes)
             for _, (salt, proposals) in sorted(node.proposals.items())
         ]
-
-
-def _combine(log_probs: dict[str, float], weights: dict[str, float]) -> float:
-    miss = 1.0
-    for speculator in sorted(log_probs) if len(log_probs) > 1 else log_probs:
-        miss *= 1.0 - min(1.0, weights[speculator] * math.exp(min(log_probs[speculator], 0.0)))
-    return 1.0 - miss
 
 
 def _below(node: Node) -> Iterator[Node]:

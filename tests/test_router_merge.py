@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from graftree.errors import InvalidTree
 from graftree.tree import TokenTree, node_id, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
-from router.merge import MergedTree
+from router.budget import FixedBudget
+from router.merge import Cut, MergedTree
 
 SALT, VOCAB = 99, 5
 ROOT = root_id(SALT, [1, 2])
@@ -35,6 +36,15 @@ def delta(nodes: Sequence[tuple[tuple[int, ...], float]], root: int = ROOT) -> T
         message.token_ids.append(path[-1])
         message.log_probs.append(log_prob)
     return message
+
+
+def whole_cut(merged: MergedTree, budget: int, max_depth: int) -> Cut:
+    """The best `budget` nodes, whatever they cost."""
+    return merged.cut(FixedBudget(budget), max_depth) if budget else Cut(TokenTree(merged.root_id))
+
+
+def cut(merged: MergedTree, budget: int, max_depth: int) -> TokenTree:
+    return whole_cut(merged, budget, max_depth).tree
 
 
 def paths(cut: TokenTree) -> list[tuple[int, ...]]:
@@ -84,11 +94,10 @@ def test_order_of_arrival_does_not_matter(speculators: list[Paths], cuts: list[i
     for name in pending:
         other.add(name, delta(dict(queues)[name][positions[name]]))
         positions[name] += 1
-    assert one.cut(budget, 3) == other.cut(budget, 3)
+    assert cut(one, budget, 3) == cut(other, budget, 3)
     one.reroot([0, 1])
     other.reroot([0, 1])
-    assert one.weights == other.weights
-    assert one.cut(budget, 3) == other.cut(budget, 3)
+    assert cut(one, budget, 3) == cut(other, budget, 3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,14 +107,14 @@ def test_cut_is_connected_and_best(speculators: list[Paths], budget: int, depth:
     merged = tree()
     for index, nodes in enumerate(speculators):
         merged.add(str(index), delta(list(nodes.items())))
-    cut = merged.cut(budget, depth)
-    cut.validate(vocab_size=VOCAB, max_nodes=budget, max_depth=depth)
-    everything = merged.cut(1000, depth)
+    chosen = cut(merged, budget, depth)
+    chosen.validate(vocab_size=VOCAB, max_nodes=budget, max_depth=depth)
+    everything = cut(merged, 1000, depth)
     survival: dict[tuple[int, ...], float] = {}
     for index, path in enumerate(paths(everything)):
         survival[path] = survival.get(path[:-1], 1.0) * math.exp(everything.log_probs[index])
     assert set(survival) == {path for nodes in speculators for path in nodes if len(path) <= depth}
-    kept = set(paths(cut))
+    kept = set(paths(chosen))
     assert len(kept) == min(budget, len(survival))
     worst = min((survival[path] for path in kept), default=1.0)
     assert all(survival[path] <= worst * (1 + 1e-9) for path in set(survival) - kept)
@@ -120,7 +129,7 @@ def test_reroot_keeps_the_branch(nodes: Paths, run: list[int]) -> None:
     merged.reroot(run)
     assert merged.root_id == root_id(SALT, [1, 2, *run])
     expected = {path[len(run) :] for path in nodes if path[: len(run)] == tuple(run) and len(path) > len(run)}
-    assert set(paths(merged.cut(1000, 8))) == expected
+    assert set(paths(cut(merged, 1000, 8))) == expected
     assert len(merged) == len(expected)
 
 
@@ -132,7 +141,7 @@ def test_late_delta_lands_where_its_parent_lives() -> None:
     placed = merged.add("s", delta([((0,), -0.1), ((0, 1), -0.2), ((0, 1, 2), -0.2), ((3, 1), -0.2), ((4,), -0.3)]))
     assert placed == 2
     assert merged.stale_nodes == 3
-    assert paths(merged.cut(10, 8)) == [(1,), (1, 2)]
+    assert paths(cut(merged, 10, 8)) == [(1,), (1, 2)]
 
 
 def test_two_speculators_agreeing_rank_higher() -> None:
@@ -141,21 +150,57 @@ def test_two_speculators_agreeing_rank_higher() -> None:
     merged.add("a", delta([((0,), math.log(0.5))]))
     merged.add("b", delta([((0,), math.log(0.5)), ((1,), math.log(0.4))]))
     merged.add("c", delta([((1,), math.log(0.3))]))
-    cut = merged.cut(2, 1)
-    assert cut.token_ids == (0, 1)
-    assert cut.log_probs[0] == pytest.approx(math.log(0.75))
-    assert cut.log_probs[1] == pytest.approx(math.log(1 - 0.6 * 0.7))
+    chosen = cut(merged, 2, 1)
+    assert chosen.token_ids == (0, 1)
+    chances = 1 - 0.5 * 0.5**0.5, 1 - 0.6 * 0.7**0.5
+    assert chosen.log_probs[0] == pytest.approx(math.log(chances[0] / sum(chances)), abs=1e-3)
+    assert chosen.log_probs[1] == pytest.approx(math.log(chances[1] / sum(chances)), abs=1e-3)
 
 
 def test_a_speculator_that_is_never_right_loses_weight() -> None:
-    """Promises that the LLM does not keep lower a speculator's weight, kept ones do not."""
+    """Promises that the LLM does not keep lower what is expected of a speculator's nodes, kept ones do not."""
     merged = tree()
-    for _ in range(20):
+    for _ in range(8):
         merged.add("right", delta([((0,), math.log(0.9))], merged.root_id))
         merged.add("wrong", delta([((1,), math.log(0.9))], merged.root_id))
         merged.reroot([0])
-    assert merged.weights["wrong"] < 0.2
-    assert merged.weights["right"] > 0.9
+    merged.add("right", delta([((0,), math.log(0.9))], merged.root_id))
+    merged.add("wrong", delta([((1,), math.log(0.9))], merged.root_id))
+    chosen = whole_cut(merged, 2, 1)
+    assert chosen.tree.token_ids == (0, 1)
+    assert chosen.survivals[0] > 0.9
+    assert chosen.survivals[1] < 0.1
+
+
+def test_what_each_kind_brings_alone() -> None:
+    """Nodes that only one kind proposes, and all below them, are its own; those that several propose are nobody's."""
+    merged = tree()
+    merged.add("a/1", delta([((0,), -0.1), ((0, 1), -0.1), ((2,), -0.1)]))
+    merged.add("b/1", delta([((0,), -0.1), ((0, 1), -0.1), ((0, 1, 2), -0.1), ((3,), -0.1)]))
+    merged.add("b/2", delta([((3,), -0.1)]))
+    chosen = whole_cut(merged, 10, 8)
+    where = {path: index for index, path in enumerate(paths(chosen.tree))}
+    brought = chosen.brought()
+    assert set(brought) == {"a", "b"}
+    assert brought["a"] == (pytest.approx(chosen.survivals[where[(2,)]]), 1)
+    own = [chosen.survivals[where[path]] for path in [(0, 1, 2), (3,)]]
+    assert brought["b"] == (pytest.approx(sum(own)), 2)
+    assert chosen.taken([where[(0,)], where[(0, 1)], where[(0, 1, 2)]]) == {"a": 0, "b": 1}
+    assert chosen.expected == pytest.approx(sum(chosen.survivals))
+
+
+def test_outlook_follows_the_tree() -> None:
+    """What is expected of all nodes is their survival probabilities' sum, while they come and after a commit."""
+    merged = tree()
+    assert merged.outlook == 0
+    merged.add("a", delta([((0,), -0.1)]))
+    merged.add("a", delta([((0, 1), -0.2), ((2,), -3.0)]))
+    before = whole_cut(merged, 10, 8)
+    assert merged.outlook == pytest.approx(before.expected)
+    merged.reroot([0])
+    assert merged.outlook == pytest.approx(before.survivals[1] / before.survivals[0])
+    merged.reroot([3])
+    assert merged.outlook == 0
 
 
 @pytest.mark.parametrize(
@@ -177,12 +222,12 @@ def test_bad_deltas_change_nothing(change, field: str) -> None:
     """A delta that breaks an invariant raises InvalidTree and leaves the tree as it was."""
     merged = tree(max_nodes=20, max_depth=4)
     merged.add("good", delta([((0,), -0.5), ((2,), -0.9)]))
-    before = merged.cut(100, 8)
+    before = cut(merged, 100, 8)
     bad = delta([((0,), -1.0), ((1,), -2.0)])
     change(bad)
     with pytest.raises(InvalidTree, match=field):
         merged.add("bad", bad)
-    assert merged.cut(100, 8) == before
+    assert cut(merged, 100, 8) == before
 
 
 def test_node_limit_counts_live_nodes() -> None:
@@ -202,4 +247,4 @@ def test_sibling_says_it_again() -> None:
     merged.add("s", delta([((0,), -1.0)]))
     merged.add("s", delta([((0,), -3.0)]))
     assert len(merged) == 1
-    assert merged.cut(5, 5).log_probs == (pytest.approx(-1.0),)
+    assert cut(merged, 5, 5).log_probs == (pytest.approx(-1.0),)
