@@ -17,6 +17,9 @@ class Figures:
         clock: nanoseconds, monotonic.
         arrived_ns: when the request came.
         restored_tokens: delivered ones that an earlier life of the request verified.
+        draft_wait_ns: waiting for a first draft.
+        branch_hits: steps below whose root a branch had survived.
+        histogram, drafts: [n] steps with n draft tokens accepted, and verified.
     """
 
     clock: Callable[[], int]
@@ -29,7 +32,10 @@ class Figures:
     completion_tokens: int = 0
     restored_tokens: int = 0
     commit_ns: int = 0
+    draft_wait_ns: int = 0
+    branch_hits: int = 0
     histogram: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     verify: RequestTimings = field(default_factory=RequestTimings)
 
     def step(self, verdict: Verdict, *, drafted: int, delivered: int) -> int:
@@ -43,8 +49,9 @@ class Figures:
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.completion_tokens += delivered
-        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
-        self.histogram[accepted] += 1
+        for histogram, count in ((self.histogram, accepted), (self.drafts, drafted)):
+            histogram.extend([0] * (count + 1 - len(histogram)))
+            histogram[count] += 1
         timings = verdict.timings
         self.verify.verify_queue_ns += timings.queue_ns
         self.verify.verify_forward_ns += timings.forward_ns
@@ -76,6 +83,8 @@ class Figures:
             acceptance_histogram=self.histogram,
             num_stale_nodes=stale_nodes,
             num_speculators=speculators,
+            draft_histogram=self.drafts,
+            num_branch_hits=self.branch_hits,
         )
 
     def timings(self) -> RequestTimings:
@@ -84,6 +93,7 @@ class Figures:
             decode_ns=self.last_ns - self.first_ns,
             total_ns=self.clock() - self.arrived_ns,
             commit_ns=self.commit_ns,
+            draft_wait_ns=self.draft_wait_ns,
         )
         timings.MergeFrom(self.verify)
         return timings

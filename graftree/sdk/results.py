@@ -77,7 +77,8 @@ class Usage:
 class SpeculationStats:
     """Speculation figures of one request, under vLLM's names; only delivered tokens count.
 
-    `acceptance_histogram[k]` is the number of verify steps that delivered k accepted draft tokens.
+    `acceptance_histogram[k]` is the number of verify steps that delivered k accepted draft tokens, `draft_histogram[n]`
+    of those that verified n; `num_branch_hits` counts the steps that found drafts below their root at once.
     """
 
     num_spec_steps: int
@@ -88,6 +89,8 @@ class SpeculationStats:
     acceptance_histogram: tuple[int, ...]
     num_stale_nodes: int
     num_speculators: int
+    draft_histogram: tuple[int, ...] = ()
+    num_branch_hits: int = 0
 
     @classmethod
     def from_proto(cls, message: generation_pb2.SpeculationStats) -> Self:
@@ -101,6 +104,8 @@ class SpeculationStats:
             tuple(message.acceptance_histogram),
             message.num_stale_nodes,
             message.num_speculators,
+            tuple(message.draft_histogram),
+            message.num_branch_hits,
         )
 
 
@@ -116,6 +121,7 @@ class Timings:
     verify_sample_ns: int
     verify_total_ns: int
     commit_ns: int
+    draft_wait_ns: int = 0
 
     @classmethod
     def from_proto(cls, message: generation_pb2.RequestTimings) -> Self:

@@ -168,7 +168,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_stale_nodes", "num_speculators")
+    __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_stale_nodes", "num_speculators", "draft_histogram", "num_branch_hits")
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,8 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     NUM_STALE_NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATORS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    NUM_BRANCH_HITS_FIELD_NUMBER: _ClassVar[int]
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -185,10 +187,12 @@ class SpeculationStats(_message.Message):
     acceptance_histogram: _containers.RepeatedScalarFieldContainer[int]
     num_stale_nodes: int
     num_speculators: int
-    def __init__(self, num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_stale_nodes: _Optional[int] = ..., num_speculators: _Optional[int] = ...) -> None: ...
+    draft_histogram: _containers.RepeatedScalarFieldContainer[int]
+    num_branch_hits: int
+    def __init__(self, num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_stale_nodes: _Optional[int] = ..., num_speculators: _Optional[int] = ..., draft_histogram: _Optional[_Iterable[int]] = ..., num_branch_hits: _Optional[int] = ...) -> None: ...
 
 class RequestTimings(_message.Message):
-    __slots__ = ("ttft_ns", "decode_ns", "total_ns", "verify_queue_ns", "verify_forward_ns", "verify_sample_ns", "verify_total_ns", "commit_ns")
+    __slots__ = ("ttft_ns", "decode_ns", "total_ns", "verify_queue_ns", "verify_forward_ns", "verify_sample_ns", "verify_total_ns", "commit_ns", "draft_wait_ns")
     TTFT_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +201,7 @@ class RequestTimings(_message.Message):
     VERIFY_SAMPLE_NS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     ttft_ns: int
     decode_ns: int
     total_ns: int
@@ -205,7 +210,8 @@ class RequestTimings(_message.Message):
     verify_sample_ns: int
     verify_total_ns: int
     commit_ns: int
-    def __init__(self, ttft_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., verify_queue_ns: _Optional[int] = ..., verify_forward_ns: _Optional[int] = ..., verify_sample_ns: _Optional[int] = ..., verify_total_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ...) -> None: ...
+    draft_wait_ns: int
+    def __init__(self, ttft_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., verify_queue_ns: _Optional[int] = ..., verify_forward_ns: _Optional[int] = ..., verify_sample_ns: _Optional[int] = ..., verify_total_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., draft_wait_ns: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
