@@ -69,7 +69,7 @@ class Drafts:
         self.tree = MergedTree(
             root_id(salt, token_ids) if plan.max_nodes else 0,
             vocab_size=vocab_size,
-            max_nodes=self._max_nodes,
+            max_nodes=2 * self._max_nodes,  # with those that better ones displaced
             max_depth=self._max_depth,
             tests_draws=plan.tests_draws,
         )
