@@ -77,8 +77,9 @@ class Usage:
 class SpeculationStats:
     """Speculation figures of one request, under vLLM's names; only delivered tokens count.
 
-    `acceptance_histogram[k]` is the number of verify steps that delivered k accepted draft tokens, `draft_histogram[n]`
-    of those that verified n; `num_branch_hits` counts the steps that found drafts below their root at once.
+    `acceptance_histogram[k]` is the number of verify steps that delivered k accepted draft tokens,
+    `draft_histogram[n]` of those that verified n. `num_branch_hits` are the steps that found drafts below their root
+    the moment the verdict before them came.
     """
 
     num_spec_steps: int
