@@ -3,7 +3,7 @@
 requirements.py [EXTRA ...]   prints what pyproject.toml asks for, one requirement a line: pip installs these in a
                               layer of their own, which a change of the source leaves alone
 requirements.py --strip       removes from this environment what no service runs, and compiles the rest
-requirements.py --strip-all   pip too, which only pulls models
+requirements.py --strip-all   and what only pulling a model needs, pip among it
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ USELESS_FOLDERS = (
     "torch/include",
     "torch/share",
 )
-PIP = ("pip", "pip-*", "setuptools", "setuptools-*", "pkg_resources", "_distutils_hack")
+PULLING = ("pip", "pip-*", "setuptools", "setuptools-*", "pkg_resources", "_distutils_hack", "hf_xet*", "pygments*")
 USELESS_FILES = ("numpy/**/*.pyi", "numpy/**/*.a", "grpc/**/*.pyx", "grpc/**/*.pxi", "grpc/**/*.pxd", "torch/**/*.a")
 
 
@@ -47,6 +47,8 @@ def strip(site: Path, folders: tuple[str, ...]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] in (["--strip"], ["--strip-all"]):
-        strip(Path(sysconfig.get_path("purelib")), USELESS_FOLDERS + (PIP if sys.argv[1] == "--strip-all" else ()))
+        strip(
+            Path(sysconfig.get_path("purelib")), USELESS_FOLDERS + (PULLING if sys.argv[1] == "--strip-all" else ())
+        )
     else:
         print("\n".join(requirements(sys.argv[1:])))

@@ -6,7 +6,7 @@ WORKDIR /build
 RUN python -m venv /opt/graftree
 ENV PATH=/opt/graftree/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
-RUN python requirements.py > requirements.txt \
+RUN python requirements.py tracing > requirements.txt \
     && pip install --no-compile -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY graftree graftree

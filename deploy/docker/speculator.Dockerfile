@@ -10,7 +10,7 @@ RUN python -m venv /opt/graftree
 ENV PATH=/opt/graftree/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
 COPY deploy/docker/wheels/${TORCH} wheels
-RUN python requirements.py engine > requirements.txt \
+RUN python requirements.py engine tracing > requirements.txt \
     && pip install --no-compile --find-links wheels -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY graftree graftree
