@@ -116,7 +116,7 @@ class Drafts:
         seats = [seat for seat in self._seats.values() if seat.error is None]
         if not seats:
             return Outcome.ALONE
-        return Outcome.EMPTY if any(seat.answered for seat in seats) else Outcome.LATE
+        return Outcome.EMPTY if all(seat.answered for seat in seats) else Outcome.LATE
 
     def cut(self) -> TokenTree:
         """The next step's tree."""

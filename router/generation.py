@@ -64,7 +64,7 @@ class Generation:
         self._after = after
         self._readers = 0
         self._samples: Samples | None = None
-        self._arrived_ns = tools.clock_ns()
+        self.arrived_ns = tools.clock_ns()
         self.task = asyncio.create_task(self._run(), name=f"generation {identifier}")
 
     @contextmanager
@@ -79,6 +79,11 @@ class Generation:
                 self._tools.metrics.cancelled += 1
                 self.cancel(Cancelled("the client left"))
 
+    @property
+    def waits(self) -> bool:
+        """Whether it has no verifier so far."""
+        return not len(self.events)
+
     def cancel(self, error: GraftreeError) -> None:
         """Stop now; the pods learn it at once."""
         if self._samples is not None:
@@ -92,7 +97,7 @@ class Generation:
                 await asyncio.wait(self._after)
             plan = await self._plan()
             seeded = self._message.sampling.HasField("seed")
-            self._samples = Samples(plan, self._records, self._tools, self.events, self._arrived_ns, seeded=seeded)
+            self._samples = Samples(plan, self._records, self._tools, self.events, self.arrived_ns, seeded=seeded)
             await self._samples.run()
             self.finished = True
         except GraftreeError as error:
@@ -105,6 +110,9 @@ class Generation:
 
     def _end(self, error: GraftreeError | None) -> None:
         if not self.events.ended:
+            if error is not None:
+                reason = "abort" if isinstance(error, Cancelled) else "error"
+                self._tools.metrics.finish_reasons[reason] += 1
             self.events.end(error)
             self._over(self)
 

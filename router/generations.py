@@ -51,6 +51,22 @@ class Generations:
         """Generations under way."""
         return len(self._running)
 
+    @property
+    def waiting(self) -> int:
+        """Of these, the ones without a verifier so far."""
+        return sum(generation.waits for generation in self._running.values())
+
+    @property
+    def running(self) -> int:
+        """Of these, the ones with one."""
+        return len(self) - self.waiting
+
+    @property
+    def queue_age_seconds(self) -> float:
+        """How long the longest of those that wait has waited; 0 without one."""
+        arrived = [generation.arrived_ns for generation in self._running.values() if generation.waits]
+        return (self._tools.clock_ns() - min(arrived)) / 1e9 if arrived else 0.0
+
     def start(self, message: GenerateRequest) -> Generation:
         """A new generation, or the one under this request id.
 
@@ -113,6 +129,7 @@ class Generations:
         self._leaving[generation.task] = generation.identifier
         generation.task.add_done_callback(lambda task: self._leaving.pop(task, None))
         metrics = self._tools.metrics
+        metrics.latency.observe((self._tools.clock_ns() - generation.arrived_ns) / 1e9)
         if not generation.finished:
             metrics.failed += 1
             return

@@ -12,6 +12,7 @@ import structlog
 
 from graftree.config import RouterConfig
 from graftree.grammar import Grammars
+from graftree.observe.exports import Export
 from graftree.pod import Adder, Pod
 from graftree.store.committer import Committer
 from graftree.store.registry import PodRecord
@@ -19,11 +20,13 @@ from graftree.store.sessions import SessionStore
 from graftree.text.detokenize import Detokenizer
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2, generation_pb2_grpc
+from router.exports import EXPORTS
 from router.generations import Generations
 from router.metrics import Metrics
 from router.pods import Pods
 from router.service import GenerationServicer
 from router.session import Tools
+from router.signals import Signals
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 RECORD_SECONDS = 3600.0  # how long a session's record outlives its last commit
@@ -41,6 +44,8 @@ class RouterPod(Pod[RouterConfig]):
     tokenizer: Tokenizer
     pods: Pods
     generations: Generations
+    metrics: Metrics
+    signals: Signals
 
     def __init__(self, config: RouterConfig, *, random_source: random.Random | None = None) -> None:
         super().__init__(config)
@@ -65,6 +70,7 @@ class RouterPod(Pod[RouterConfig]):
             metrics=self.metrics,
             random=self._random,
         )
+        self.signals = Signals(self.metrics, lambda: self.pods.speculator_count)
         tools = Tools(
             config=config,
             pods=self.pods,
@@ -84,9 +90,22 @@ class RouterPod(Pod[RouterConfig]):
 
     def services(self) -> list[tuple[str, Adder]]:
         servicer = GenerationServicer(
-            self.config.model, generations=self.generations, pods=self.pods, tokenizer=self.tokenizer
+            self.config.model,
+            generations=self.generations,
+            pods=self.pods,
+            tokenizer=self.tokenizer,
+            metrics=self.metrics,
         )
         return [(SERVICE, partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer))]
+
+    def exports(self) -> list[Export[Any]]:
+        return [*super().exports(), *EXPORTS]
+
+    @property
+    def committer(self) -> Committer:
+        """Where the sessions' commits go; there once `load` is through."""
+        assert self._committer is not None, "load() comes first"
+        return self._committer
 
     def record(self) -> PodRecord:
         return PodRecord(
@@ -117,7 +136,7 @@ class RouterPod(Pod[RouterConfig]):
         await super().set_ready(ready and self.pods.has_verifier)
 
     async def run(self) -> None:
-        await asyncio.gather(self.pods.watch(), self._follow_verifiers())
+        await asyncio.gather(self.pods.watch(), self._follow_verifiers(), self.signals.follow())
 
     async def drain(self) -> None:
         if self._committer is not None:

@@ -242,6 +242,11 @@ class Pods:
     def has_verifier(self) -> bool:
         return any(peer.usable for peer in self._verifiers())
 
+    @property
+    def speculator_count(self) -> int:
+        """Speculators that are linked."""
+        return sum(isinstance(peer.link, SpeculatorLink) for peer in self._peers.values())
+
     def infos(self) -> list[GetModelInfoResponse.PodInfo]:
         return [peer.info() for _, peer in sorted(self._peers.items())]
 

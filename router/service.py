@@ -10,6 +10,7 @@ from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1 import generation_pb2_grpc
 from router.generations import Generations
+from router.metrics import Metrics
 from router.pods import Pods
 
 
@@ -20,11 +21,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         model: name that clients see.
     """
 
-    def __init__(self, model: str, *, generations: Generations, pods: Pods, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, model: str, *, generations: Generations, pods: Pods, tokenizer: Tokenizer, metrics: Metrics
+    ) -> None:
         self._model = model
         self._generations = generations
         self._pods = pods
         self._tokenizer = tokenizer
+        self._metrics = metrics
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -35,6 +39,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 async for event in events.follow():
                     await context.write(event)
         except GraftreeError as error:
+            self._metrics.errors[error.reason] += 1
             await abort(context, error)
 
     async def GetModelInfo(

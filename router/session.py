@@ -37,7 +37,7 @@ from graftree.v1.verification_pb2 import Verdict
 from router.drafts import Drafts
 from router.events import EventLog
 from router.figures import Figures
-from router.metrics import Metrics
+from router.metrics import Metrics, Outcome
 from router.pods import Pods
 from router.request import GenerationPlan
 from router.stops import Delivery, Finish, Stopper, TextSource
@@ -118,6 +118,7 @@ class Session:
         )
         self._verifier: VerifierSeat | None = None
         self._tree = TokenTree(0)
+        self._without = Outcome.PLAIN  # what a round is whose tree is empty
         self._tries = 0
         self._avoid: set[str] = set()
 
@@ -211,15 +212,20 @@ class Session:
     def _send_step(self, tree: TokenTree) -> None:
         assert self._verifier is not None, "a verifier was reached"
         self._tree = tree
+        if not len(tree):
+            self._without = self._drafts.silence
         self._verifier.step(tree, len(self._token_ids), self._drafts.proposals(tree))
 
     async def _next_step(self, token_ids: Sequence[int]) -> None:
         """Re-root, send the next step, tell the speculators; in this order unless waiting for them pays."""
         self._token_ids.extend(token_ids)
         self._drafts.reroot(token_ids)
+        self._figures.branch_hits += bool(len(self._drafts.tree))
         if self._drafts.worth_waiting():
             self._drafts.commit(token_ids)
+            begun = self._tools.clock_ns()
             await self._drafts.wait()
+            self._figures.draft_wait_ns += self._tools.clock_ns() - begun
             self._send_step(self._drafts.cut())
         else:
             self._send_step(self._drafts.cut())
@@ -300,7 +306,9 @@ class Session:
             self._metrics.commit_failures += 1
             log.warning("commit failed", session=self._record.session_id, reason=str(error))
         finally:
-            self._figures.commit_ns += self._tools.clock_ns() - begun
+            waited = self._tools.clock_ns() - begun
+            self._figures.commit_ns += waited
+            self._metrics.commit_seconds.observe(waited / 1e9)
 
     # Telling the client.
 
@@ -311,10 +319,7 @@ class Session:
             log.warning("verifier refused a tree", session=self._record.session_id, reason=verdict.tree_error)
             drafted = 0
         accepted = self._figures.step(verdict, drafted=drafted, delivered=delivery.count)
-        self._metrics.rounds += 1
-        self._metrics.draft_tokens += drafted
-        self._metrics.accepted_tokens += accepted
-        self._metrics.delivered_tokens += delivery.count
+        self._metrics.count_round(drafted=drafted, accepted=accepted, delivered=delivery.count, without=self._without)
 
     def _deliver(self, token_ids: Sequence[int], log_probs: Sequence[TokenLogProb], delivery: Delivery) -> None:
         chunk = pb.GenerationChunk(
@@ -325,10 +330,15 @@ class Session:
             index=self._sample,
         )
         self._events.append(pb.GenerateResponse(chunk=chunk))
-        self._figures.departed()
+        figures, before_ns = self._figures, self._figures.last_ns
+        figures.departed()
+        self._metrics.tokens_left(
+            delivery.count, arrived_ns=figures.arrived_ns, before_ns=before_ns, now_ns=figures.last_ns
+        )
 
     def _started(self) -> pb.GenerateResponse:
         plan = self._plan
+        self._metrics.prompt_tokens += len(plan.prompt_token_ids)
         return pb.GenerateResponse(
             started=pb.GenerationStarted(
                 request_id=plan.request_id,
@@ -342,6 +352,7 @@ class Session:
 
     def _finished(self, finish: Finish) -> pb.GenerationFinished:
         figures = self._figures
+        self._metrics.finish_reasons[_word(finish.reason)] += 1
         return pb.GenerationFinished(
             reason=finish.reason,
             usage=figures.usage(len(self._plan.prompt_token_ids)),
@@ -351,6 +362,10 @@ class Session:
             stop_token_id=finish.stop_token_id,
             index=self._sample,
         )
+
+
+def _word(reason: pb.FinishReason) -> str:
+    return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def _retrieve(task: asyncio.Future[Durability]) -> None:
