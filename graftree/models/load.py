@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
-from graftree.models import random_models
+from graftree.models import random_models, ssm
 from graftree.models.cache import Cache, Manifest
 from graftree.models.pull import pull
 from graftree.models.spec import ModelSpec, eos_token_ids, max_context, model_fingerprint, relevant
@@ -29,29 +30,39 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode whose parameters take no gradient; its attention implementation is not chosen yet."""
+    """A model in eval mode whose parameters take no gradient; its attention implementation is not chosen yet.
+
+    Attributes:
+        draft_ids: (H,) int64 for an SSM package: the token of each entry of a logits row; None = they are the tokens.
+        tokenizer_uri: whose tokens these are; of an SSM package its LLM.
+    """
 
     model: PreTrainedModel
     spec: ModelSpec
+    draft_ids: torch.Tensor | None = None
+    tokenizer_uri: str = ""
 
 
 def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a model; it is pulled first where it must be.
 
     Args:
-        uri: see `graftree.models.uri`.
+        uri: see `graftree.models.uri`; a directory may be an SSM package (`graftree.models.ssm`).
         dtype: float32, bfloat16 or float16.
         device: cpu, cuda, cuda:N, or auto: cuda where there is one.
 
     Raises:
         InvalidArgument: the URI, dtype or device is none, or the directory holds no such model.
-        Incompatible: the architecture is not one that transformers itself implements, or has no tokens of its own.
+        Incompatible: the architecture is not one that transformers itself implements, or has no tokens of its own;
+            or an SSM package is for another LLM than the one it is given.
         Unavailable: it could not be downloaded or converted.
     """
     parsed = ModelUri.parse(uri)
     if dtype not in _DTYPES:
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
     where = _device(device)
+    if parsed.kind == "directory" and ssm.is_package(Path(parsed.name)):
+        return _load_ssm(parsed, dtype, where)
     tokenizer = Tokenizer.load(parsed)
     identity: dict[str, Any]
     if parsed.kind == "random":
@@ -81,7 +92,64 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         token_count=tokenizer.token_count,
     )
     torch.nn.Module.to(model, where)
-    return LoadedModel(model, spec)
+    return LoadedModel(model, spec, tokenizer_uri=str(parsed))
+
+
+def llm_identity(uri: str | ModelUri) -> str:
+    """SHA-256 (hex) over what determines a model's function, whatever its dtype: what an SSM package is made for."""
+    parsed = ModelUri.parse(uri)
+    if parsed.kind == "random":
+        return hashlib.sha256(f"{random_models.RECIPE} {parsed}".encode()).hexdigest()
+    identity = {**_identity(pull(parsed, progress=False)), "layers": parsed.kept_layers}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=list).encode()).hexdigest()
+
+
+def _load_ssm(uri: ModelUri, dtype: str, where: torch.device) -> LoadedModel:
+    directory = Path(uri.name)
+    card = ssm.SsmCard.read(directory)
+    llm = ModelUri.parse(str(uri.options.get("llm", card.llm)))
+    if (found := llm_identity(llm)) != card.llm_identity:
+        raise Incompatible(f"{uri} was made for the LLM {card.llm} ({card.llm_identity[:12]}), {llm} is {found[:12]}")
+    tokenizer = Tokenizer.load(llm)
+    with _ONE_AT_A_TIME:
+        model = few_layers(llm, card.layers, _DTYPES[dtype])
+    draft_ids = ssm.fill(model, card, directory)
+    model.requires_grad_(False)
+    spec = ModelSpec(
+        name=str(uri),
+        fingerprint=model_fingerprint({"ssm": ssm.digest(card, directory)}, dtype),
+        vocab_fingerprint=tokenizer.vocab_fingerprint,
+        vocab_size=ssm.embedding_rows(model),
+        max_context=max_context(model.config.to_dict()),
+        eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        token_count=tokenizer.token_count,
+    )
+    torch.nn.Module.to(model, where)
+    return LoadedModel(model, spec, draft_ids.to(where), str(llm))
+
+
+def few_layers(llm: ModelUri, layers: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:
+    """A model with as many layers as `layers` names, each of the kind of that layer of the LLM.
+
+    The embedding and whatever else is no layer is the LLM's; the layers themselves are its first ones, and only
+    those are read from the LLM's files.
+
+    Raises:
+        InvalidArgument: a layer that the LLM does not have.
+    """
+    if llm.kind == "random":
+        model = random_models.build(llm, dtype)
+        keep_layers(model, layers)
+        return model
+    directory = pull(llm, progress=False)
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    if max(layers) >= config.num_hidden_layers:
+        raise InvalidArgument("layers", max(layers), f"below the LLM's {config.num_hidden_layers}")
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = len(layers)
+    if types is not None:
+        config.layer_types = [types[layer] for layer in layers]
+    return _from_directory(directory, dtype, llm, config)
 
 
 def keep_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
@@ -117,18 +185,29 @@ def _layer_list(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
     raise Incompatible(f"{type(model).__name__} has no list of decoder layers to choose from")
 
 
-def _from_directory(directory: Path, dtype: torch.dtype, uri: ModelUri) -> PreTrainedModel:
+def _from_directory(
+    directory: Path, dtype: torch.dtype, uri: ModelUri, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    verbosity = logging.get_verbosity()
+    if config is not None:  # tensors of the layers that are left out are no news
+        logging.set_verbosity_error()
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+            directory,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
         )
     except (ValueError, KeyError) as error:
         raise Incompatible(f"{uri}: transformers cannot load it as a causal language model: {error}") from error
     except OSError as error:
         raise Unavailable(f"{uri}: its files cannot be read: {error}") from error
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
     return model.eval()

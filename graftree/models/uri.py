@@ -5,10 +5,12 @@
     gguf:model.gguf   path/to/model.gguf        a GGUF file
     directory:path    /models/llama  ./llama    a directory as `save_pretrained` writes it
     hub:owner/name    owner/name                a repository of the Hugging Face hub
+    ssm:smollm2                                 an SSM that comes with the project
     standin:?step_ms=5&row_ms=0&vocab=512&context=4096   no model: a verifier of fixed step time, for benchmarks
 
 Any kind but `random` and `standin` takes `?layers=0,1,29`: keep only these decoder layers (a cheap SSM cut from an
-LLM). For a random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`.
+LLM). For a random model `layers=N` is a count, and `keep=0,1` does the cutting. `hub` also takes `revision=`. A
+directory with an SSM package takes `llm=`, the URI of its LLM where that lies elsewhere than when it was made.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class ModelUri:
             return cls(kind, name, _random_options(text, name, given))
         if kind == "standin":
             return cls(kind, name, _standin_options(text, given))
-        known = {"layers", "revision"} if kind == "hub" else {"layers"}
+        known = {"layers", {"hub": "revision", "directory": "llm"}.get(kind, "layers")}
         for key in given:
             if key not in known:
                 raise InvalidArgument("model", text, f"unknown option {key}; {kind} takes {', '.join(sorted(known))}")
@@ -132,6 +134,8 @@ class ModelUri:
             if not _REVISION.fullmatch(given["revision"]):
                 raise InvalidArgument("model", text, "revision is a branch, tag or commit")
             options["revision"] = given["revision"]
+        if "llm" in given:
+            options["llm"] = str(cls.parse(given["llm"]))
         return cls(kind, name, options)
 
     @property
@@ -182,6 +186,10 @@ def _split(head: str) -> tuple[Kind, str]:
         if not _REPOSITORY.fullmatch(rest):
             raise InvalidArgument("model", head, "hub:<owner>/<name>")
         return "hub", rest
+    if colon and prefix == "ssm":
+        from graftree.models.ssm import shipped  # a URI alone needs no torch
+
+        return "directory", str(shipped(rest))
     path, given_kind = (rest, prefix) if colon and prefix in ("gguf", "directory") else (head, "")
     if not path:
         raise InvalidArgument("model", head, "a random:, pypi:, gguf:, directory: or hub: model, a path or a hub id")

@@ -1,4 +1,4 @@
-"""`ModelDrafter`: any causal language model as SSM, batched over sessions and leaves in one forward."""
+"""`ModelDrafter`: an SSM package or any causal language model, batched over sessions and leaves in one forward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelDrafter(Drafter):
     """An SSM with its own tree KV cache.
 
     Args:
-        uri: see `graftree.models.uri`.
+        uri: see `graftree.models.uri`; a directory may be an SSM package (`graftree.models.ssm`).
         dtype: of its weights.
         device: auto, cpu, cuda or cuda:N.
         threads: CPU threads of this process' torch; 0 = torch's choice.
@@ -77,7 +77,8 @@ class ModelDrafter(Drafter):
         self.max_context = loaded.spec.max_context
         wanted = max_sessions * (self.max_context + max_nodes)
         self.runner = TreeRunner(loaded, kv_tokens=kv_tokens or _affordable(loaded, wanted))
-        self._grammars = Grammars(partial(Tokenizer.load, uri))
+        self._grammars = Grammars(partial(Tokenizer.load, loaded.tokenizer_uri))
+        self._draft_ids = loaded.draft_ids  # (H,) token of each entry of a logits row; None = they are the tokens
         self._shortlist = shortlist
         self._sessions: dict[str, _Session] = {}
 
@@ -157,10 +158,14 @@ class ModelDrafter(Drafter):
             cache.context_done(len(rows.token_ids))
 
     def _answers(self, leaves: Sequence[Leaf], logits: Tensor) -> Sequence[Answer]:
-        """logits: (len(leaves), V)."""
+        """logits: (len(leaves), V), or (len(leaves), H) of a reduced vocabulary."""
         session = self._sessions[leaves[0].session_id]
         given = session.given
-        logits = logits[:, : given.vocab_size]
+        ids = self._draft_ids
+        if ids is not None and (session.context is not None or given.sampling.changes_argmax):
+            logits, ids = self._spread(logits, ids), None
+        if ids is None:
+            logits = logits[:, : given.vocab_size]
         try:
             if session.context is not None:
                 lists = [
@@ -171,13 +176,18 @@ class ModelDrafter(Drafter):
                 ]
             else:
                 size = given.branching if given.sampling.greedy else self._shortlist
-                lists = shortlists(logits, given.sampling, size)
+                lists = shortlists(logits, given.sampling, size, ids)
         except GraftreeError as error:
             return [error] * len(leaves)
         ranked: list[list[Candidate]] = []
-        for leaf, (ids, log_q) in zip(leaves, lists, strict=True):
-            ranked.append(rank(ids, log_q, given.sampling, leaf.position, given.branching))
+        for leaf, (token_ids, log_q) in zip(leaves, lists, strict=True):
+            ranked.append(rank(token_ids, log_q, given.sampling, leaf.position, given.branching))
         return ranked
+
+    def _spread(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
+        """(n, V) from (n, H): tokens that the head does not have are impossible."""
+        whole = torch.full((logits.shape[0], self.vocab_size), -torch.inf, device=logits.device)
+        return whole.index_copy_(1, draft_ids, logits)
 
 
 def _affordable(loaded: LoadedModel, wanted: int) -> int:

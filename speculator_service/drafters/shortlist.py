@@ -25,13 +25,17 @@ Shortlist = tuple[NDArray[np.int64], NDArray[np.float64]]
 NOTHING: Shortlist = (np.empty(0, dtype=np.int64), np.empty(0))
 
 
-def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortlist]:
+def shortlists(
+    logits: Tensor, params: SamplingParams, size: int, draft_ids: Tensor | None = None
+) -> list[Shortlist]:
     """Per row the most likely ids under the processed q, best first.
 
     Args:
         logits: (n, V) float32.
         params: the request's parameters, without penalties and phrases.
         size: most ids per row.
+        draft_ids: (V,) the token of each entry of a row; None = they are the tokens. Not together with parameters
+            that name tokens.
 
     Returns:
         n pairs of (K,) int64 ids and (K,) float64 natural log probabilities under the processed q.
@@ -55,6 +59,8 @@ def shortlists(logits: Tensor, params: SamplingParams, size: int) -> list[Shortl
     if not bool(torch.isfinite(norms).all()):
         raise GraftreeError("the SSM's logits are not finite")
     log_q = (values - norms[:, None]).double().cpu().numpy()
+    if draft_ids is not None:
+        ids = draft_ids[ids]
     return [_cut(row_ids, row, params) for row_ids, row in zip(ids.cpu().numpy(), log_q, strict=True)]
 
 

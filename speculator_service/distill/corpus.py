@@ -1,0 +1,128 @@
+"""`Corpus`: what the LLM wrote, one safetensors file per batch of streams.
+
+Shard i is a function of the LLM, the settings, the prompts and (seed, i) alone: a run that was killed goes on at the
+first shard that is missing, and ends with the same corpus.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from graftree.errors import Incompatible, InvalidArgument
+from speculator_service.distill.streams import Script, Stream
+from speculator_service.distill.writer import Writer, Written
+
+_NAMES = ("token_ids", "roles", "top_ids", "top_log_probs")
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """How a corpus is written.
+
+    Attributes:
+        streams: dialogues per shard, written in lockstep.
+        length: tokens of each.
+        top: most likely tokens kept per position.
+        seed: of everything drawn.
+        llm: identity of the LLM (`graftree.models.ssm.llm_identity`).
+        prompts: digest of the prompts that were given, "" = none.
+    """
+
+    streams: int = 128
+    length: int = 512
+    top: int = 48
+    seed: int = 0
+    llm: str = ""
+    prompts: str = ""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("streams", 1, 4096), ("length", 8, 1 << 16), ("top", 1, 4096), ("seed", 0, 1 << 31)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidArgument(name, value, f"{low} to {high}")
+
+
+class Corpus:
+    """Shards in a directory.
+
+    Args:
+        directory: made when it is missing.
+        settings: must be those of the shards that are there.
+
+    Raises:
+        Incompatible: a shard was written by another LLM or with other settings; names both.
+    """
+
+    def __init__(self, directory: Path, settings: CorpusSettings) -> None:
+        self.directory, self.settings = directory, settings
+        directory.mkdir(parents=True, exist_ok=True)
+        self._about = {key: str(value) for key, value in asdict(settings).items()}
+        for path in self._paths():
+            with safe_open(path, "pt") as file:
+                about = dict(file.metadata() or {})
+            for key, value in self._about.items():
+                if about.get(key) != value:
+                    raise Incompatible(f"{path} was written with {key} {about.get(key)!r}, now it is {value!r}")
+
+    def __len__(self) -> int:
+        """Shards there are, counted from the first without a gap."""
+        count = 0
+        while self._path(count).exists():
+            count += 1
+        return count
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of one shard, forced ones included."""
+        return self.settings.streams * self.settings.length
+
+    def write(
+        self,
+        writer: Writer,
+        script: Script,
+        shards: int,
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Write what is missing of the first `shards` shards.
+
+        Args:
+            prompts: user turns as token lists, dealt to the shards in turn.
+            progress: told the number of shards that are there.
+        """
+        for index in range(shards):
+            if not self._path(index).exists():
+                seed = self.settings.seed * 1_000_003 + index
+                dealt = iter(prompts[index::shards])
+                streams = [Stream(script, Random(f"{seed}.{n}"), dealt) for n in range(self.settings.streams)]
+                self._save(index, writer.write(streams, self.settings.length, seed))
+            progress(index + 1)
+
+    def read(self, index: int) -> Written:
+        """One shard."""
+        tensors = load_file(self._path(index))
+        return Written(*(tensors[name] for name in _NAMES))
+
+    def shards(self, indices: Sequence[int]) -> Iterator[Written]:
+        """Some shards, one after another."""
+        return (self.read(index) for index in indices)
+
+    def _save(self, index: int, written: Written) -> None:
+        path = self._path(index)
+        partial = path.with_suffix(".partial")
+        save_file({name: getattr(written, name) for name in _NAMES}, partial, metadata=self._about)
+        os.replace(partial, path)
+
+    def _path(self, index: int) -> Path:
+        return self.directory / f"shard-{index:05d}.safetensors"
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.directory.glob("shard-*.safetensors"))

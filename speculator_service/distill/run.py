@@ -1,0 +1,183 @@
+"""`distill`: from an LLM to an SSM package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from graftree.errors import InvalidArgument
+from graftree.models.load import llm_identity, load
+from graftree.models.ssm import SsmCard
+from graftree.models.uri import ModelUri
+from graftree.text.tokenizer import Tokenizer
+from speculator_service.distill.card import package
+from speculator_service.distill.corpus import Corpus, CorpusSettings
+from speculator_service.distill.streams import Script
+from speculator_service.distill.student import build, choose_tokens
+from speculator_service.distill.trainer import Progress, Trainer, TrainSettings
+from speculator_service.distill.writer import Writer
+
+MAX_PROMPTS, MAX_PROMPT_TOKENS = 1_000_000, 2048
+_COUNTED = 8  # shards that the head's tokens are counted in
+
+
+@dataclass(frozen=True)
+class DistillSettings:
+    """What is made of which LLM.
+
+    Attributes:
+        llm: its URI.
+        layers: of the LLM, that the student begins as; () = the first two and the last.
+        head_size: tokens it can draft, at most the vocabulary.
+        tokens: that the LLM writes, rounded up to whole shards.
+        device: of both, cpu or cuda.
+        threads: of torch on the CPU; 0 = torch's choice.
+        corpus, train: see there. `corpus.llm` and `corpus.prompts` are filled in.
+    """
+
+    llm: str
+    layers: tuple[int, ...] = ()
+    head_size: int = 12_288
+    tokens: int = 1_000_000
+    device: str = "auto"
+    threads: int = 0
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("head_size", 2, 1 << 20), ("tokens", 1, 10**12), ("threads", 0, 1024)):
+            if not low <= getattr(self, name) <= high:
+                raise InvalidArgument(name, getattr(self, name), f"{low} to {high}")
+
+    @property
+    def shards(self) -> int:
+        """Shards that hold `tokens`, and one more than are held out."""
+        size = self.corpus.streams * self.corpus.length
+        return max(-(-self.tokens // size), self.train.held_out + 1)
+
+
+def distill(
+    settings: DistillSettings,
+    out: Path,
+    work: Path,
+    *,
+    prompts: Sequence[str] = (),
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> SsmCard:
+    """Write, train, package. A run that was killed goes on from what is in `work`.
+
+    Args:
+        out: directory of the package.
+        work: directory of the corpus and the checkpoint.
+        prompts: user turns that come before those that the LLM writes itself.
+        quiet: no progress bars.
+        say: told what begins and what came of it.
+
+    Raises:
+        InvalidArgument, Incompatible, Unavailable: as `graftree.models.load.load`; a `work` of another run.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    identity = llm_identity(settings.llm)
+    corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
+    shards = settings.shards
+    llm = ModelUri.parse(settings.llm)
+    tokens = choose_tokens(corpus.shards(range(min(shards, _COUNTED))), _vocabulary(llm), settings.head_size)
+    layers = settings.layers or _default_layers(llm)
+    student = build(llm, layers, tokens)
+    torch.nn.Module.to(student, "cuda" if settings.device.startswith("cuda") else "cpu")
+    trainer = Trainer(student, corpus, tokens, settings.train, shards=shards, checkpoint=work / "checkpoint.pt")
+    before = trainer.measure() if trainer.progress.steps == 0 else {}
+    say(
+        f"training {len(layers)} layers and a head of {len(tokens)} tokens on {shards - settings.train.held_out} shards"
+    )
+    _train(trainer, quiet)
+    measures = trainer.measure()
+    say("held out: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in measures.items()))
+    recipe = {
+        "corpus_tokens": shards * corpus.shard_tokens,
+        "trained_tokens": trainer.progress.tokens,
+        "training_minutes": round(trainer.progress.seconds / 60, 1),
+        "prompts_given": len(prompts),
+        **({"top1_before": round(before["top1"], 4)} if before else {}),
+    }
+    card = SsmCard(settings.llm, identity, layers, len(tokens), measures=measures, recipe=recipe)
+    package(student, tokens, card, out)
+    say(f"{out}: load it as model:{out}")
+    return card
+
+
+def write(
+    settings: DistillSettings,
+    identity: str,
+    work: Path,
+    prompts: Sequence[str] = (),
+    *,
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Corpus:
+    """The corpus of a run; what is missing of it is written by the LLM."""
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidArgument("prompts", len(prompts), f"at most {MAX_PROMPTS}")
+    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest() if prompts else ""
+    corpus = Corpus(work / "corpus", replace(settings.corpus, llm=identity, prompts=digest))
+    shards, there = settings.shards, len(corpus)
+    if there >= shards:
+        return corpus
+    tokenizer = Tokenizer.load(settings.llm)
+    given = [tokenizer.encode(text, special_tokens=False)[:MAX_PROMPT_TOKENS] for text in prompts]
+    half = _half(settings.device)
+    say(f"{settings.llm} writes {(shards - there) * corpus.shard_tokens} tokens in {half}")
+    writer = Writer(load(settings.llm, dtype=half, device=settings.device), top=settings.corpus.top)
+    with tqdm(total=shards * corpus.shard_tokens, unit="tok", unit_scale=True, disable=quiet) as bar:
+        corpus.write(
+            writer,
+            Script.of(tokenizer),
+            shards,
+            prompts=given,
+            progress=lambda count: _advance(bar, count * corpus.shard_tokens),
+        )
+    return corpus
+
+
+def _train(trainer: Trainer, quiet: bool) -> None:
+    minutes = trainer.settings.minutes
+    total = round(60 * minutes) if minutes else trainer.total_steps
+    with tqdm(total=total, unit="s" if minutes else "step", disable=quiet) as bar:
+
+        def tell(progress: Progress, value: float) -> None:
+            rate = progress.tokens / max(progress.seconds, 1e-9)
+            top1 = trainer.last.get("top1")
+            known = "" if top1 is None else f", held-out top-1 {100 * top1:.1f} %"
+            bar.set_postfix_str(f"{rate:.0f} tok/s, loss {value:.3f}{known}")
+            _advance(bar, round(progress.seconds) if minutes else progress.steps)
+
+        trainer.train(tell)
+
+
+def _advance(bar: tqdm[None], count: int) -> None:
+    bar.update(max(0, count - bar.n))
+
+
+def _half(device: str) -> str:
+    """The LLM only writes: bfloat16 where it is computed natively."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return "bfloat16"
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def _vocabulary(llm: ModelUri) -> int:
+    return Tokenizer.load(llm).token_count
+
+
+def _default_layers(llm: ModelUri) -> tuple[int, ...]:
+    """The first two and the last, as the lower layers read and the last one speaks."""
+    count = load(llm).model.config.num_hidden_layers
+    return tuple(range(min(2, count - 1))) + (count - 1,) if count > 1 else (0,)
