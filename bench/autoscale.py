@@ -4,8 +4,8 @@
 
 Router, registry (a real server), verifier and speculators are the real ones; only the models are stand-ins of fixed
 step time, so that a small machine can carry many. The ScaledObject is the one of deploy/kustomize/overlays/keda, its
-times divided by --faster. Its threshold is measured first: the demand, in draft tokens per second, up to which one pod
-keeps the mean acceptance length within a tenth of what a single session gets.
+times divided by --faster. Its threshold is measured first: the demand, in draft tokens per second, up to which one
+pod keeps the mean acceptance length within a tenth of what a single session gets.
 
 The day runs three times with the same requests: autoscaled; with as many pods as the busiest moment had; and with a
 fixed pool of the autoscaled day's cost. The load changes much faster against the loop than on a real day, which makes
