@@ -29,6 +29,8 @@ PREFIX = "GRAFTREE_"
 # Variables that are read elsewhere: the CLI's, and where downloads are kept.
 OTHER_VARIABLES = frozenset({"GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
+TREE = r"^(best_first|(static|cartesian)(:[1-9][0-9]*(,[1-9][0-9]*)*)?)$"
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -97,7 +99,14 @@ class SpeculatorConfig(PodConfig):
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     max_nodes: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="most nodes of a living tree")
     max_depth: Annotated[int, Field(ge=1, le=128)] = Field(16, description="deepest level of a living tree")
-    branching: Annotated[int, Field(ge=1, le=64)] = Field(4, description="most children of one node")
+    tree: Annotated[str, Field(pattern=TREE)] = Field(
+        "best_first",
+        description="how a tree spends its nodes: best_first, static:k1,k2,... or cartesian:k1,k2,..., "
+        "k_i children for every node of level i - 1",
+    )
+    branching: Annotated[int, Field(ge=1, le=64)] = Field(
+        4, description="most children of one node that grows best first"
+    )
     batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="most leaves expanded in one SSM step")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="KV capacity of the SSM in tokens; 0 = from the memory there is"

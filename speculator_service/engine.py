@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from graftree.calibration import Calibration
 from graftree.errors import GraftreeError, NotFound, Stale
 from graftree.observe.histogram import ITL_SECONDS, Histogram
 from speculator_service.drafters.base import Drafter, Leaf
@@ -39,6 +40,10 @@ class Engine:
         batch_leaves: most leaves of one drafter call.
         deliver: takes the events of a turn, on the event loop, in order.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        priors: how right the drafter has been in all sessions, by how children are chosen: greedily, under the
+            verifier's noise, or drawn by a rule.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Engine:
         self._deliver, self._clock = deliver, clock
         self._inbox: deque[Operation] = deque()
         self._growths: dict[str, Growth] = {}
+        self.priors: dict[str, Calibration] = {}
         self._events: list[Event] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -157,7 +163,7 @@ class Engine:
             self._emit(deliver)
 
     def _can_grow(self) -> bool:
-        return any(not growth.tree.complete for growth in self._growths.values())
+        return any(growth.growing for growth in self._growths.values())
 
     def _apply(self) -> None:
         while self._inbox:
@@ -176,7 +182,7 @@ class Engine:
         except Exception as error:
             self._fail(session_id, error)
             return
-        self._growths[session_id] = Growth(operation)
+        self._growths[session_id] = Growth(operation, self.priors.setdefault(_regime(operation), Calibration()))
 
     def _commit(self, operation: Commit) -> None:
         growth = self._growths.get(operation.session_id)
@@ -188,8 +194,7 @@ class Engine:
             message = f"committed length {operation.committed_length}, here it is {tree.committed_length}"
             self._fail(operation.session_id, Stale(message))
             return
-        tree.commit(operation.token_ids)
-        growth.restart_clock(operation.arrived_ns)
+        growth.commit(operation)
         try:
             self._drafter.commit(operation.session_id, operation.token_ids)
         except Exception as error:
@@ -218,12 +223,12 @@ class Engine:
 
     def _choose(self) -> list[tuple[Growth, Node]]:
         """The best leaves of all sessions, in equal shares; those served go to the end of the line."""
-        ready = [growth for growth in self._growths.values() if not growth.tree.complete][: self._batch_leaves]
+        ready = [growth for growth in self._growths.values() if growth.growing][: self._batch_leaves]
         batch: list[tuple[Growth, Node]] = []
         share = self._batch_leaves // len(ready)
         for growth in ready:
             # Each leaf brings up to `branching` children: more leaves than fill the tree are wasted work.
-            room = growth.tree.max_nodes - len(growth.tree)
+            room = max(growth.tree.room, 0)
             batch.extend((growth, node) for node in growth.tree.take(min(share, 1 + room // growth.branching)))
             self._growths[growth.session_id] = self._growths.pop(growth.session_id)
         return batch
@@ -297,3 +302,9 @@ class Engine:
             self._drafter.close(session_id)
         except Exception as error:
             self.faults[f"close: {type(error).__name__}"] += 1
+
+
+def _regime(opened: Open) -> str:
+    if opened.drawing is not None:
+        return opened.drawing.rule.name.lower()
+    return "greedy" if opened.session.sampling.greedy else "noise"

@@ -23,12 +23,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens were committed behind `committed_length` earlier ones."""
+    """Tokens were committed behind `committed_length` earlier ones. A budget of 0 is the open's."""
 
     session_id: str
     token_ids: tuple[int, ...]
     committed_length: int
     arrived_ns: int
+    budget: int = 0
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from graftree.v1 import speculation_pb2
 from speculator_service.drafters.base import DraftSession
 from speculator_service.drawing import Drawing
 from speculator_service.living_tree import LivingTree
+from speculator_service.shapes import BEST_FIRST, Shape
 
 MAX_SESSION_ID = 128  # characters
 
@@ -23,6 +24,7 @@ class Limits:
     """Most sessions of the pod, nodes and depth of a tree, children of a node; and the drafter's own limits.
 
     Attributes:
+        branching: most children of a node where the shape of trees leaves that open.
         vocab_size: tokens the drafter can draft; 0 = any.
         max_context: longest sequence the drafter looks at; 0 = any.
     """
@@ -33,6 +35,12 @@ class Limits:
     branching: int
     vocab_size: int = 0
     max_context: int = 0
+    shape: Shape = BEST_FIRST
+
+    @property
+    def children(self) -> int:
+        """Most children of a node."""
+        return self.shape.children or self.branching
 
     def session(self, key: str, request: speculation_pb2.DraftOpen) -> DraftSession:
         """Check an open and take it over under the pod's own key.
@@ -55,7 +63,7 @@ class Limits:
             raise ContextTooLong("token_ids", length, f"at most the drafter's context of {self.max_context} tokens")
         sampling = SamplingParams.from_proto(request.sampling)
         sampling.validate(vocab_size=request.vocab_size)
-        branching = self.branching
+        branching = self.children
         if Rule.from_proto(request.mode).at(sampling) is not Rule.TARGET_ONLY:
             if sampling.seed is None:
                 raise InvalidArgument("sampling.seed", None, "set in the modes that draw")
@@ -80,7 +88,7 @@ class Limits:
         rule = Rule.from_proto(request.mode).at(params)
         if rule is Rule.TARGET_ONLY:
             return None
-        count = min(self.branching, session.max_nodes, MAX_DRAWS)
+        count = min(self.children, session.max_nodes, MAX_DRAWS)
         return Drawing(rule, params, count, request.draft_salt, session.vocab_size)
 
     def tree(self, session: DraftSession, max_depth: int) -> LivingTree:
@@ -94,6 +102,7 @@ class Limits:
             max_depth=min(max_depth or self.max_depth, self.max_depth),
             max_position=min(session.max_length, beyond),
             vocab_size=session.vocab_size,
+            shape=self.shape,
         )
 
 

@@ -1,24 +1,21 @@
 """`LivingTree`: one session's draft tree, grown all the time and re-rooted at every commit.
 
-Growth is best first by path probability, the order of EAGLE-2 (arXiv 2406.16858) and OPT-Tree (arXiv
-2406.17276): the optimum tree of N nodes holds the N most probable paths, and a child is never more probable than
-its parent. Nodes leave as deltas while the tree still grows, so a node that entered stays; a candidate less
-probable than a fair share of the budget therefore waits outside until nothing better is left to expand.
+Which nodes it grows is its shape's business (`speculator_service.shapes`); here is what all shapes share: nodes by
+content address, limits, what is still to be sent, re-rooting, and the record of how right the drafter was.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
-from itertools import count
 
+from graftree.calibration import Calibration
 from graftree.tree import node_id
 from speculator_service.drafters.base import Candidate
+from speculator_service.shapes import BEST_FIRST, Shape
 
-# One step expands a session's best leaf, and with it those at least 1/8 as probable: a peaked tree grows as a
-# chain, a flat one in layers.
-_STEP_SPREAD = math.log(8.0)
+_NOTED = math.log(0.03)  # least promise that is held against the outcome: those below are many and say little
+_TAUGHT = 4  # commits of a session for one that teaches the prior
 
 
 class Node:
@@ -27,22 +24,40 @@ class Node:
     Attributes:
         id: content address, `graftree.tree.node_id`.
         token_id: draft token; -1 for the first root, whose token nobody asks for.
-        log_prob: natural log probability of the token given its path.
+        log_prob: natural log probability of the token given its path, as the drafter said it.
         parent: None for the root.
         position: absolute index of the token in the sequence (0 = first prompt token).
-        score: sum of log probabilities from an ancestor that all nodes of the tree share.
-        children: by token id.
+        score: sum of log chances, calibrated, from an ancestor that all nodes of the tree share.
+        children: by token id, the best first.
+        offers: the candidates it was expanded with; children are some of them.
         expanded: its children have been drafted.
-        alive: still below the root; a commit clears it.
+        sent: it has left with a delta.
+        alive: still below the root; a commit or a better node clears it.
     """
 
-    __slots__ = ("alive", "children", "expanded", "id", "log_prob", "parent", "position", "score", "token_id")
+    __slots__ = (
+        "alive",
+        "children",
+        "expanded",
+        "id",
+        "log_prob",
+        "offers",
+        "parent",
+        "position",
+        "score",
+        "sent",
+        "token_id",
+    )
 
-    def __init__(self, id: int, token_id: int, log_prob: float, parent: Node | None, position: int) -> None:
+    def __init__(
+        self, id: int, token_id: int, log_prob: float, parent: Node | None, position: int, score: float
+    ) -> None:
         self.id, self.token_id, self.log_prob, self.parent, self.position = id, token_id, log_prob, parent, position
-        self.score: float = log_prob + (parent.score if parent is not None else 0.0)
+        self.score = score
         self.children: dict[int, Node] = {}
+        self.offers: Sequence[Candidate] = ()
         self.expanded = False
+        self.sent = False
         self.alive = True
 
 
@@ -56,6 +71,11 @@ class LivingTree:
         max_depth: deepest level; a child of the root has depth 1.
         max_position: no token is drafted for a position at or beyond this.
         vocab_size: ids at or above this are never drafted.
+        shape: which nodes it grows.
+
+    Attributes:
+        budget: most nodes below the root at present, at most `max_nodes`.
+        calibration: of the chances that the drafter promises; what was committed teaches it.
     """
 
     def __init__(
@@ -67,20 +87,20 @@ class LivingTree:
         max_depth: int,
         max_position: int,
         vocab_size: int,
+        shape: Shape = BEST_FIRST,
     ) -> None:
         self.max_nodes, self.max_depth = max_nodes, max_depth
         self.max_position, self.vocab_size = max_position, vocab_size
-        self._floor = -math.log(max_nodes)
-        self._order = count()  # ties go to the node that came first, so the same inputs give the same tree
-        self._restart(Node(root_id, -1, 0.0, None, committed_length - 1))
-
-    def _restart(self, root: Node) -> None:
-        self.root = root
+        self.budget = max_nodes
+        self.calibration = Calibration()
+        self.root = Node(root_id, -1, 0.0, None, committed_length - 1, 0.0)
         self._nodes: list[Node] = []
         self._unsent: list[Node] = []
-        self._leaves: list[tuple[float, int, Node]] = []
-        self._waiting: list[tuple[float, int, Node, int, float]] = []
-        self._push_leaf(root)
+        self._away: dict[int, Node] = {}  # id -> parent, of nodes that were sent and then displaced
+        self._prior: Calibration | None = None
+        self._commits = 0
+        self._frontier = shape.frontier(self)
+        self._frontier.restart()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -91,20 +111,33 @@ class LivingTree:
         return self.root.position + 1
 
     @property
-    def complete(self) -> bool:
-        """Nothing more comes before the next commit."""
-        return len(self._nodes) >= self.max_nodes or not (self._leaves or self._waiting)
+    def room(self) -> int:
+        """Nodes that may still enter; negative if a smaller budget came."""
+        known = len(self._nodes) + len(self._away)  # the receiver has not forgotten what was displaced
+        return min(self.budget - len(self._nodes), 2 * self.max_nodes - known)
 
     @property
-    def best(self) -> float:
-        """Path log probability of the best node to expand next; -inf when complete."""
-        if self.complete:
-            return -math.inf
-        return -(self._leaves[0][0] if self._leaves else self._waiting[0][0]) - self.root.score
+    def may_displace(self) -> bool:
+        """A better node may take the place of a worse one in a full tree."""
+        known = len(self._nodes) + len(self._away)
+        return len(self._nodes) == self.budget and known < 2 * self.max_nodes
+
+    @property
+    def complete(self) -> bool:
+        """Nothing more comes before the next commit."""
+        return self._frontier.exhausted
 
     def nodes(self) -> Sequence[Node]:
         """The nodes below the root, parents before children."""
         return self._nodes
+
+    def depth(self, node: Node) -> int:
+        """Levels below the root."""
+        return node.position - self.root.position
+
+    def may_have_children(self, node: Node) -> bool:
+        """Depth and position allow it."""
+        return node.position + 1 < self.max_position and self.depth(node) < self.max_depth
 
     def path(self, node: Node) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`; () for the root."""
@@ -116,61 +149,62 @@ class LivingTree:
         return tuple(reversed(tokens))
 
     def take(self, limit: int) -> list[Node]:
-        """Up to `limit` best leaves to expand now. Each must come back through `attach` or `put_back`."""
-        if self.complete or limit < 1:
-            return []
-        if not self._leaves:
-            self._admit(-self._waiting[0][0] - _STEP_SPREAD)
-        taken: list[Node] = []
-        while self._leaves and len(taken) < limit:
-            score, _, node = self._leaves[0]
-            if taken and -score < taken[0].score - _STEP_SPREAD:
-                break
-            heapq.heappop(self._leaves)
-            taken.append(node)
-        return taken
+        """Up to `limit` leaves to expand now. Each must come back through `attach` or `put_back`."""
+        return [] if limit < 1 or self.complete else self._frontier.take(limit)
 
     def put_back(self, node: Node) -> None:
         """`node` was taken and not expanded: it stays a leaf."""
         if node.alive:
-            self._push_leaf(node)
+            self._frontier.put_back(node)
 
     def attach(self, node: Node, candidates: Iterable[Candidate]) -> None:
         """Give a taken leaf its children. Ids outside the vocabulary and repeated ids are left out."""
         node.expanded = True
         if not node.alive:
             return
-        seen: set[int] = set()
-        for token_id, log_prob in candidates:
-            if 0 <= token_id < self.vocab_size and token_id not in seen:
-                seen.add(token_id)
-                score = node.score + log_prob
-                heapq.heappush(self._waiting, (-score, next(self._order), node, token_id, log_prob))
-        self._admit(self.root.score + self._floor)
+        offers: dict[int, Candidate] = {}
+        for candidate in candidates:
+            if 0 <= candidate[0] < self.vocab_size:
+                offers.setdefault(candidate[0], Candidate(*candidate))
+        node.offers = tuple(offers.values())
+        self._frontier.attach(node)
 
     def unsent(self) -> list[Node]:
         """Nodes that entered since the last call and are still alive, parents before children."""
         nodes = [node for node in self._unsent if node.alive and node is not self.root]
         self._unsent = []
+        for node in nodes:
+            node.sent = True
         return nodes
 
-    def commit(self, token_ids: Sequence[int]) -> bool:
+    def calibrate(self, prior: Calibration) -> None:
+        """Begin with what other sessions have learnt, and teach them."""
+        self._prior, self.calibration = prior, Calibration(prior)
+
+    def commit(self, token_ids: Sequence[int], budget: int = 0) -> bool:
         """Re-root at the last of the tokens just committed.
+
+        Args:
+            token_ids: (n,) n >= 1.
+            budget: most nodes from now on; 0 or more than `max_nodes` = `max_nodes`.
 
         Returns:
             True if a branch survived; False if the tree restarts, because the last token was not in it.
         """
+        self.budget = min(budget or self.max_nodes, self.max_nodes)
+        self._commits += 1
         root: Node | None = self.root
         identifier, position = self.root.id, self.root.position + len(token_ids)
-        for token in token_ids:
+        for depth, token in enumerate(token_ids, 1):
             identifier = node_id(identifier, token)
-            root = root.children.get(token) if root is not None else None
+            if root is not None:
+                self._learn(root, depth, token)
+                root = root.children.get(token)
         old = self._nodes
-        for node in old:
+        for node in (self.root, *old):
             node.alive = False
-        self.root.alive = False
         if root is None:
-            self._restart(Node(identifier, token_ids[-1], 0.0, None, position))
+            self._restart(identifier, token_ids[-1], position)
             return False
         root.alive, root.parent = True, None
         self.root = root
@@ -178,25 +212,53 @@ class LivingTree:
             if node.parent is not None and node.parent.alive:
                 node.alive = True
         self._nodes = [node for node in old if node.alive and node is not root]
-        self._waiting = [entry for entry in self._waiting if entry[2].alive]
-        heapq.heapify(self._waiting)
-        self._leaves = []
-        for node in (root, *self._nodes):
-            if not node.expanded:
-                self._push_leaf(node)
-        self._admit(root.score + self._floor)
+        self._away = {identifier: parent for identifier, parent in self._away.items() if parent.alive}
+        self._frontier.reroot()
         return True
 
-    def _admit(self, floor: float) -> None:
-        """Let waiting candidates of at least score `floor` in, best first, while there is room."""
-        while self._waiting and len(self._nodes) < self.max_nodes and -self._waiting[0][0] >= floor:
-            _, _, parent, token_id, log_prob = heapq.heappop(self._waiting)
-            node = Node(node_id(parent.id, token_id), token_id, log_prob, parent, parent.position + 1)
-            parent.children[token_id] = node
-            self._nodes.append(node)
-            self._unsent.append(node)
-            self._push_leaf(node)
+    def _restart(self, identifier: int, token: int, position: int) -> None:
+        self.root = Node(identifier, token, 0.0, None, position, 0.0)
+        self._nodes, self._unsent = [], []
+        # Below a node that was displaced the receiver may still hold some, and which is not known here any more.
+        self._away = dict.fromkeys(self._away, self.root) if identifier in self._away else {}
+        self._frontier.restart()
 
-    def _push_leaf(self, node: Node) -> None:
-        if node.position + 1 < self.max_position and node.position - self.root.position < self.max_depth:
-            heapq.heappush(self._leaves, (-node.score, next(self._order), node))
+    def _learn(self, node: Node, depth: int, picked: int) -> None:
+        """The LLM picked its token behind `node`: what was offered there was right or wrong, in the tree or not."""
+        for token, log_prob in node.offers:
+            if log_prob < _NOTED:
+                continue
+            promised = math.exp(log_prob)
+            self.calibration.observe(depth, promised, token == picked)
+            if self._prior is not None and self._commits % _TAUGHT == 0:
+                self._prior.observe(depth, promised, token == picked)
+
+    # For the frontier.
+
+    def score(self, parent: Node, log_prob: float) -> float:
+        """Of a candidate below `parent`: the log of its survival probability, from where all scores are counted."""
+        chance = self.calibration.chance(self.depth(parent) + 1, math.exp(log_prob))
+        return parent.score + (math.log(chance) if chance > 0.0 else -700.0)
+
+    def admit(self, parent: Node, candidate: Candidate, score: float) -> Node:
+        """A candidate of `parent` becomes a node."""
+        token_id, log_prob = candidate
+        node = Node(node_id(parent.id, token_id), token_id, log_prob, parent, parent.position + 1, score)
+        parent.children[token_id] = node
+        self._nodes.append(node)
+        self._unsent.append(node)
+        self._away.pop(node.id, None)
+        return node
+
+    def drop(self, nodes: Iterable[Node]) -> None:
+        """Nodes go, and with them all below them. Those that were sent stay known to the receiver."""
+        for node in nodes:
+            node.alive = False
+            assert node.parent is not None
+            del node.parent.children[node.token_id]
+        for node in self._nodes:
+            assert node.parent is not None
+            node.alive = node.alive and node.parent.alive
+            if not node.alive and node.sent:
+                self._away[node.id] = node.parent if node.parent.alive else self._away[node.parent.id]
+        self._nodes = [node for node in self._nodes if node.alive]

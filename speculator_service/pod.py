@@ -12,6 +12,7 @@ from graftree.observe.exports import Export
 from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
+from speculator_service import shapes
 from speculator_service.drafters import loader
 from speculator_service.drafters.base import Drafter
 from speculator_service.engine import Engine
@@ -35,6 +36,7 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
 
     async def load(self) -> None:
         config = self.config
+        shape = shapes.parse(config.tree)
         self.drafter = drafter = await asyncio.to_thread(loader.load, config)
         limits = Limits(
             max_sessions=config.max_sessions,
@@ -43,6 +45,7 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
             branching=config.branching,
             vocab_size=drafter.vocab_size,
             max_context=drafter.max_context,
+            shape=shape,
         )
         hello = common_pb2.StreamHello(
             revision=REVISION,

@@ -160,7 +160,16 @@ class RouterStream:
             raise InvalidArgument("commits.token_ids", 0, "at least one token")
         check_tokens(request.token_ids, vocab_size)
         key = self._key(request.session_id)
-        operations.append(Commit(key, tuple(request.token_ids), request.committed_length, arrived_ns))
+        operations.append(
+            Commit(
+                key,
+                tuple(request.token_ids),
+                request.committed_length,
+                arrived_ns,
+                budget=request.budget_nodes,
+                paused=request.paused,
+            )
+        )
 
     def _give_up(self, session_id: str, error: GraftreeError) -> None:
         self._vocab_sizes.pop(session_id, None)

@@ -93,10 +93,10 @@ def test_node_budget() -> None:
         assert tree.take(1) == []
 
 
-def test_improbable_candidates_wait_for_room_that_nobody_needs() -> None:
-    """A candidate below a fair share of the budget enters only when nothing better can be expanded."""
+def test_improbable_candidates_wait_until_nothing_better_can_come() -> None:
+    """A candidate below a fair share of the budget enters once it is the best that is left."""
     tree = make_tree(max_nodes=4, max_depth=3)
-    tree.attach(tree.take(1)[0], [Candidate(1, -0.05), Candidate(2, -4.0)])
+    tree.attach(tree.take(1)[0], [Candidate(1, -0.05), Candidate(2, -3.0)])
     assert [node.token_id for node in tree.nodes()] == [1]
     tree.attach(tree.take(1)[0], [Candidate(3, -0.05)])
     tree.attach(tree.take(1)[0], [Candidate(4, -0.05)])
@@ -104,6 +104,22 @@ def test_improbable_candidates_wait_for_room_that_nobody_needs() -> None:
     (late,) = tree.take(4)
     assert late.token_id == 2
     assert tree.unsent()[-1] is late
+
+
+def test_growth_ends_where_a_verifier_would_not_look() -> None:
+    """Far below a fair share of the budget nothing enters and nothing is expanded, however much room there is; after
+    a commit that makes it probable it does."""
+    tree = make_tree(max_nodes=20)
+    tree.attach(tree.take(1)[0], [Candidate(1, -3.0), Candidate(2, -9.0)])
+    (node,) = tree.take(4)
+    assert node.token_id == 1
+    tree.attach(node, [Candidate(3, -2.0)])
+    assert tree.complete
+    assert len(tree) == 1
+    tree.commit([1])
+    (node,) = tree.take(4)
+    assert node is tree.root.children[3] or node is tree.root
+    assert [node.token_id for node in tree.nodes()] == [3]
 
 
 def test_depth_and_position_limits() -> None:
@@ -173,8 +189,8 @@ def test_growth_goes_on_after_a_commit() -> None:
         for node in tree.take(2):
             taken.add(node.id)
             tree.attach(node, chances(absolute(tree, node)))
-    assert len(tree) == 30
     assert not taken & expanded
+    assert len(tree) > len(expanded)
     assert max(n.position for n in tree.nodes()) - tree.root.position == 4
 
 
