@@ -3,6 +3,8 @@
     graftree up          all tiers on this machine, until Ctrl-C
     graftree generate    one answer, streamed; from a running router or from a private stack
     graftree models      pull, list
+    graftree distill     an SSM for an LLM
+    graftree boost       several that complement each other
     graftree version
 
 Exit codes: 0 done, 1 failed, 2 the request or an option is wrong, 130 interrupted, 143 terminated.
@@ -19,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from graftree import __version__
-from graftree.cli import generate, models, up
+from graftree.cli import boost, distill, generate, models, up
 from graftree.errors import ConfigError, GraftreeError, InvalidArgument
 
 INTERRUPTED = 130
@@ -74,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, models):
+    for command in (up, generate, models, distill, boost):
         command.add_parser(commands)
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)

@@ -33,11 +33,12 @@ def package(student: PreTrainedModel, draft_ids: list[int], card: SsmCard, direc
 
 
 def _text(card: SsmCard, megabytes: float, notes: str) -> str:
+    begun = ", ".join(map(str, card.layers))
     lines = [
         f"# SSM for {card.llm}",
         "",
-        f"{len(card.layers)} layers shaped like the LLM's (begun as its layers {', '.join(map(str, card.layers))}), a head",
-        f"for {card.head_size} tokens, the LLM's own embedding (not in here). float16, {megabytes:.1f} MB.",
+        f"{len(card.layers)} layers shaped like the LLM's (begun as its layers {begun}), a head for {card.head_size}",
+        f"tokens, the LLM's own embedding (not in here). float16, {megabytes:.1f} MB.",
         "",
         f"It drafts for the LLM whose configuration and weights have the SHA-256 `{card.llm_identity}`;",
         "for another it is refused. Load it as `model:<this directory>`.",

@@ -24,7 +24,7 @@ from speculator_service.distill.trainer import Progress, Trainer, TrainSettings
 from speculator_service.distill.writer import Writer
 
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 1_000_000, 2048
-_COUNTED = 8  # shards that the head's tokens are counted in
+COUNTED = 8  # shards that the head's tokens are counted in
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,15 @@ def distill(
     corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
     shards = settings.shards
     llm = ModelUri.parse(settings.llm)
-    tokens = choose_tokens(corpus.shards(range(min(shards, _COUNTED))), _vocabulary(llm), settings.head_size)
-    layers = settings.layers or _default_layers(llm)
+    tokens = choose_tokens(corpus.shards(range(min(shards, COUNTED))), vocabulary(llm), settings.head_size)
+    layers = settings.layers or default_layers(llm)
     student = build(llm, layers, tokens)
     torch.nn.Module.to(student, "cuda" if settings.device.startswith("cuda") else "cpu")
     trainer = Trainer(student, corpus, tokens, settings.train, shards=shards, checkpoint=work / "checkpoint.pt")
     before = trainer.measure() if trainer.progress.steps == 0 else {}
-    say(
-        f"training {len(layers)} layers and a head of {len(tokens)} tokens on {shards - settings.train.held_out} shards"
-    )
-    _train(trainer, quiet)
+    trained = (shards - settings.train.held_out) * corpus.shard_tokens
+    say(f"training {len(layers)} layers and a head of {len(tokens)} tokens on {trained} tokens of text")
+    train(trainer, quiet)
     measures = trainer.measure()
     say("held out: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in measures.items()))
     recipe = {
@@ -147,7 +146,7 @@ def write(
     return corpus
 
 
-def _train(trainer: Trainer, quiet: bool) -> None:
+def train(trainer: Trainer, quiet: bool) -> None:
     minutes = trainer.settings.minutes
     total = round(60 * minutes) if minutes else trainer.total_steps
     with tqdm(total=total, unit="s" if minutes else "step", disable=quiet) as bar:
@@ -173,11 +172,11 @@ def _half(device: str) -> str:
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
-def _vocabulary(llm: ModelUri) -> int:
+def vocabulary(llm: ModelUri) -> int:
     return Tokenizer.load(llm).token_count
 
 
-def _default_layers(llm: ModelUri) -> tuple[int, ...]:
+def default_layers(llm: ModelUri) -> tuple[int, ...]:
     """The first two and the last, as the lower layers read and the last one speaks."""
     count = load(llm).model.config.num_hidden_layers
-    return tuple(range(min(2, count - 1))) + (count - 1,) if count > 1 else (0,)
+    return (*range(min(2, count - 1)), count - 1)

@@ -80,7 +80,8 @@ class Trainer:
         student: with float32 parameters; those that take no gradient stay as they are.
         corpus: at least `held_out` + 1 shards.
         draft_ids: the token of each row of the student's head.
-        checkpoint: file that a killed run goes on from; None = none is kept.
+        checkpoint: file that a killed run goes on from, written every `checkpoint_seconds`; None = none is kept.
+        view: of a shard's number and text, what the student sees of it, e.g. with some of it not counted.
         mixed: compute in bfloat16 where the device does so natively.
         clock: seconds.
     """
@@ -96,14 +97,14 @@ class Trainer:
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 120.0,
         mixed: bool | None = None,
-        keep: Callable[[Written], Tensor] | None = None,
+        view: Callable[[int, Written], Written] = lambda _, written: written,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if shards <= settings.held_out:
             raise InvalidArgument("shards", shards, f"more than the {settings.held_out} held out")
         self.student, self.settings, self.progress = student, settings, Progress()
         self.last: dict[str, float] = {}
-        self._corpus, self._shards, self._clock, self._keep = corpus, shards, clock, keep
+        self._corpus, self._shards, self._clock, self._view = corpus, shards, clock, view
         self._checkpoint, self._checkpoint_seconds = checkpoint, checkpoint_seconds
         self._device = student.device
         self._mixed = _computes_bfloat16(self._device) if mixed is None else mixed
@@ -139,6 +140,23 @@ class Trainer:
             else:
                 self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         self._save()
+
+    @torch.no_grad()
+    def guesses(self, index: int, largest: int = 5) -> tuple[Tensor, Batch]:
+        """What the student would say in a shard.
+
+        Returns:
+            (B, T, largest) int64 rows of its head, most likely first, and the shard as one batch.
+        """
+        written = self._corpus.read(index)
+        rows = torch.arange(written.token_ids.shape[0])
+        self.student.eval()
+        parts = []
+        for part in rows.split(self.settings.micro):
+            logits = self._logits(Batch.of(written, part, self._row_of, self._device))
+            parts.append(torch.topk(logits, min(largest, logits.shape[-1]), dim=-1).indices.cpu())
+        self.student.train()
+        return torch.cat(parts), Batch.of(written, rows, self._row_of, torch.device("cpu"))
 
     @torch.no_grad()
     def measure(self, sequences: int = 64) -> dict[str, float]:
@@ -198,7 +216,7 @@ class Trainer:
         skip = self.progress.batch
         for begin in range(0, len(order), _TOGETHER):
             chosen = order[begin : begin + _TOGETHER]
-            written = _joined(list(self._corpus.shards(chosen)), self._keep)
+            written = _joined([self._view(index, self._corpus.read(index)) for index in chosen])
             rows = list(range(written.token_ids.shape[0]))
             random.shuffle(rows)
             for start in range(0, len(rows), self.settings.batch):
@@ -256,15 +274,13 @@ def _optimisers(student: PreTrainedModel, settings: TrainSettings) -> list[torch
     return made
 
 
-def _joined(shards: list[Written], keep: Callable[[Written], Tensor] | None) -> Written:
-    """Several shards as one; of each only the sequences that `keep` gives, where it is given."""
-    if keep is not None:
-        shards = [Written(*(part[keep(shard)] for part in _parts(shard))) for shard in shards]
-    return Written(*(torch.cat(parts) for parts in zip(*map(_parts, shards), strict=True)))
-
-
-def _parts(written: Written) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return written.token_ids, written.roles, written.top_ids, written.top_log_probs
+def _joined(shards: list[Written]) -> Written:
+    return Written(
+        torch.cat([shard.token_ids for shard in shards]),
+        torch.cat([shard.roles for shard in shards]),
+        torch.cat([shard.top_ids for shard in shards]),
+        torch.cat([shard.top_log_probs for shard in shards]),
+    )
 
 
 def _computes_bfloat16(device: torch.device) -> bool:
