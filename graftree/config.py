@@ -134,6 +134,9 @@ class VerifierConfig(PodConfig):
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         512, description="most rows of one forward: tree nodes of all sessions plus prefill chunks"
     )
+    prefix_cache: bool = Field(
+        True, description="whether a session finds the KV rows of an earlier text that began the same way"
+    )
     step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
         3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
     )

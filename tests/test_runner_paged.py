@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftree.errors import GraftreeError, ResourceExhausted
-from graftree.models.paged import BlockPool, PagedKV
+from graftree.models.blocks import BlockPool, block_names
+from graftree.models.paged import PagedKV
+
+ACTIONS = ("take", "free", "share", "publish", "refer")
 
 
 def cache(num_blocks: int = 6, block_size: int = 4) -> PagedKV:
@@ -19,21 +22,64 @@ def cache(num_blocks: int = 6, block_size: int = 4) -> PagedKV:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_pool_never_loses_or_doubles_a_block(actions: list[tuple[bool, int]]) -> None:
-    """Whatever is taken and given back in whatever order, every block is free or owned, once."""
-    pool, owned = BlockPool(12), []
-    for take, count in actions:
-        if take and count <= pool.free_blocks:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "free", "share", "publish", "refer"]), st.integers(0, 5)), max_size=60
+    )
+)
+def test_pool_never_loses_or_doubles_a_block(actions: list[tuple[str, int]]) -> None:
+    """Whatever is taken, published, shared and given back in whatever order, every block is free, idle or in use, and
+    the references are exactly those that were handed out."""
+    pool, owned = BlockPool(12), list[list[int]]()
+    texts = [block_names(b"", [text] * 16, 4) for text in range(3)]
+    for action, count in actions:
+        if action == "take" and count <= pool.free_blocks:
             owned.append(pool.allocate(count))
-        elif take:
+        elif action == "take":
             with pytest.raises(ResourceExhausted):
                 pool.allocate(count)
+        elif action == "share":
+            owned.append(pool.share(texts[count % 3]))
+        elif owned and action == "publish":
+            for block, name in zip(owned[count % len(owned)], texts[count % 3], strict=False):
+                pool.publish(block, name)
+        elif owned and action == "refer":
+            pool.refer(owned[count % len(owned)])
+            owned.append(owned[count % len(owned)])
         elif owned:
             pool.free(owned.pop(count % len(owned)))
         pool.check()
         held = [block for blocks in owned for block in blocks]
-        assert len(set(held)) == len(held) == 12 - pool.free_blocks
+        assert {block: held.count(block) for block in held} == pool._references
+        assert len(set(held)) == 12 - pool.free_blocks
+
+
+def test_published_blocks_are_found_until_their_place_is_needed() -> None:
+    """A text finds the blocks of its longest known beginning; the end of the text used longest ago goes first."""
+    pool = BlockPool(8)
+    first, second = block_names(b"m", range(100, 112), 4), block_names(b"m", range(50, 58), 4)
+    for names in (first, second):
+        blocks = pool.allocate(len(names))
+        for block, name in zip(blocks, names, strict=True):
+            pool.publish(block, name)
+        pool.free(blocks)
+    assert (pool.free_blocks, pool.idle_blocks) == (8, 5)
+    assert pool.share(block_names(b"m", [*range(100, 108), 7, 7, 7, 7], 4)) == [0, 1]
+    assert pool.share(block_names(b"another model", range(100, 112), 4)) == []
+    assert pool.allocate(4) == [2, 5, 6, 7], "the three that were free, and the one idle longest"
+    assert pool.share(first) == [0, 1]
+    assert pool.share(second) == [3, 4]
+    assert pool.free_blocks == 0
+    pool.check()
+
+
+def test_names_say_the_whole_text_before() -> None:
+    """Equal blocks behind different beginnings have different names; part of a block has none."""
+    one, other = block_names(b"m", [1, 2, 3, 4, 5, 6, 7], 2), block_names(b"m", [1, 9, 3, 4, 5, 6], 2)
+    assert len(one) == len(other) == 3
+    assert not set(one) & set(other)
+    assert block_names(one[0], [3, 4, 5, 6], 2) == one[1:]
+    assert block_names(b"m", [], 2) == []
 
 
 def test_pool_refuses_a_foreign_or_doubled_block() -> None:
@@ -47,15 +93,21 @@ def test_pool_refuses_a_foreign_or_doubled_block() -> None:
     pool.check()
 
 
-def test_pool_check_finds_a_lost_block() -> None:
-    """`check` sees a block that is neither free nor owned, and one that is both."""
+def test_pool_check_finds_what_is_broken() -> None:
+    """`check` sees a block that is neither free nor owned, one that is both, and a name that leads elsewhere."""
     pool = BlockPool(3)
     block = pool.allocate(1)[0]
-    pool._used.clear()
+    pool._references.clear()
     with pytest.raises(GraftreeError, match="broken"):
         pool.check()
-    pool._used.update((block, 2))
+    pool._references.update({block: 1, 2: 1})
     with pytest.raises(GraftreeError, match="broken"):
+        pool.check()
+    del pool._references[2]
+    pool.check()
+    pool.publish(block, b"name")
+    pool._named[b"name"] = 1
+    with pytest.raises(GraftreeError, match="names"):
         pool.check()
 
 

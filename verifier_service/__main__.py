@@ -1,7 +1,7 @@
 """`python -m verifier_service`: one verifier pod, configured by flags and GRAFTREE_* variables."""
 
 from graftree.config import VerifierConfig
-from graftree.pod import main
+from graftree.process import main
 from verifier_service.pod import VerifierPod
 
 if __name__ == "__main__":

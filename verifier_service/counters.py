@@ -23,7 +23,10 @@ class Counters:
         forward_ns: nanoseconds in them.
         rows: rows in them.
         prefill_rows: of these, rows of committed tokens before the root.
-        shared_rows: rows that were taken from another session instead of being computed.
+        shared_rows: rows that were taken from an open sibling instead of being computed.
+        prefix_cache_queries, prefix_cache_hits: tokens before the root that sessions opened with, and of these
+            those whose rows were in the pool already.
+        pool_faults: integrity checks of the KV pool that failed.
         sessions_opened, sessions_closed, sessions_failed: opened = closed + failed + open now.
         refused: opens and steps answered with a failure without a session of theirs.
     """
@@ -42,6 +45,9 @@ class Counters:
     rows: int = 0
     prefill_rows: int = 0
     shared_rows: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    pool_faults: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
     sessions_failed: int = 0

@@ -28,7 +28,7 @@ from graftree.errors import (
     Unavailable,
 )
 from graftree.grammar import Grammars
-from graftree.models.paged import BlockPool
+from graftree.models.blocks import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.rpc.status import to_failure
@@ -37,6 +37,7 @@ from graftree.step_time import Sample, StepTime
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.counters import Counters
+from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
 from verifier_service.step_times import StepTimes
@@ -49,16 +50,6 @@ Clock = Callable[[], int]
 # costs the first ones at most this; not waiting costs the others a whole forward.
 PATIENCE_SHARE = 0.1  # of the last forward
 PATIENCE_LIMIT_NS = 5_000_000
-
-
-class Cache(Protocol):
-    """What the engine needs of `graftree.models.paged.PagedKV`."""
-
-    block_size: int
-
-    def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None: ...
-
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None: ...
 
 
 class Runner(Protocol):
@@ -82,6 +73,7 @@ class Engine:
         *,
         max_sessions: int,
         step_tokens: int,
+        prefix_cache: bool = True,
         grammars: Grammars | None = None,
         step_times: StepTimes | None = None,
         clock: Clock = time.monotonic_ns,
@@ -91,6 +83,7 @@ class Engine:
             runner: the LLM.
             max_sessions: sessions open at once.
             step_tokens: most rows of one forward.
+            prefix_cache: whether sessions find the rows of texts that others began with.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
             step_times: follows what forwards take; None = nothing was measured.
             clock: monotonic nanoseconds.
@@ -103,6 +96,13 @@ class Engine:
         self._grammars = grammars or Grammars(partial(Tokenizer.load, runner.spec.name))
         self._max_sessions, self._step_tokens, self._clock = max_sessions, step_tokens, clock
         self._scheduler = Scheduler(step_tokens)
+        self._reservations = Reservations(
+            runner.pool,
+            runner.kv,
+            fingerprint=self._spec.fingerprint,
+            reuse=prefix_cache,
+            counters=self.counters,
+        )
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
         self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
@@ -198,6 +198,7 @@ class Engine:
             self.counters.rows += len(share)
             self.counters.prefill_rows += share.chain - (share.step is not None)
             if share.step is None:
+                self._reservations.publish(session)
                 continue
             try:
                 verdict = self._conclude(share, share.step, logits, started, forwarded)
@@ -207,6 +208,7 @@ class Engine:
                     error = GraftreeError(f"acceptance failed: {type(error).__name__}")
                 self._fail(session, error)
             else:
+                self._reservations.publish(session)
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
                 self._awaited.add(session)
@@ -259,6 +261,7 @@ class Engine:
             if not self.sessions and pool.free_blocks != pool.num_blocks:
                 raise GraftreeError(f"{pool.num_blocks - pool.free_blocks} KV blocks leaked")
         except GraftreeError as error:
+            self.counters.pool_faults += 1
             log.error("KV pool integrity", reason=str(error))
 
     def _admit(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
@@ -267,12 +270,7 @@ class Engine:
         if self.sessions >= self._max_sessions:
             raise ResourceExhausted(f"{self.sessions} sessions open, at most {self._max_sessions}")
         session = Session.open(message, stream, self._spec, self._grammars)
-        pool, block_size = self._runner.pool, self._runner.kv.block_size
-        wanted = -(-session.rows_reserved // block_size)
-        if wanted > pool.num_blocks:
-            limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * block_size} tokens"
-            raise ContextTooLong("max_length", session.max_length, limit)
-        session.blocks = pool.allocate(wanted)
+        self._reservations.take(session)
         if source := stream.sessions.get(message.prefix_of):
             session.wait_for(source)
             self._joining[session] = None
@@ -286,9 +284,7 @@ class Engine:
         source, session.source = session.source, None
         assert source is not None, "it waits for one"
         del self._joining[session]
-        session.cached = min(source.cached, session.shared)
-        self._runner.kv.copy_rows(source.blocks, session.blocks, session.cached)
-        self.counters.shared_rows += session.cached
+        self._reservations.join(session, source, min(source.cached, session.shared))
 
     def _conclude(
         self, share: Share, step: Step, logits: Any, started: int, forwarded: int
@@ -351,7 +347,7 @@ class Engine:
         self._joining.pop(session, None)
         for waiting in [other for other in self._joining if other.source is session]:
             self._join(waiting)
-        self._runner.pool.free(session.blocks)
+        self._reservations.release(session)
         self.sessions -= 1
 
 

@@ -57,6 +57,7 @@ class VerifierPod(Pod[VerifierConfig]):
         self._step_times = StepTimes(await asyncio.to_thread(step_time, self._runner, self.config))
         self._engine = Engine(
             self._runner,
+            prefix_cache=self.config.prefix_cache,
             step_times=self._step_times,
             max_sessions=self.config.max_sessions,
             step_tokens=self.config.step_tokens,

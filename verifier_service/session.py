@@ -79,6 +79,8 @@ class Session:
     alternatives: int
     processed_log_probs: bool
     blocks: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)  # of its first full blocks; filled as they are needed
+    published: int = 0  # full blocks that other sessions may find
     cached: int = 0
     step: Step | None = None
     source: Session | None = None  # whose first `shared` rows this session waits for

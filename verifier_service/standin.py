@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from graftree.models.paged import BlockPool
+from graftree.models.blocks import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.models.standin import next_token
@@ -37,7 +37,7 @@ class NoCache:
     def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Nothing."""
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], rows: Sequence[int]) -> None:
         """Nothing."""
 
 

@@ -1,4 +1,4 @@
-"""`BlockPool` and `PagedKV`: the key/value cache in blocks of a fixed number of tokens.
+"""`PagedKV`: the key/value cache in blocks of a fixed number of tokens; `BlockPool` says which are free.
 
 A sequence owns a list of blocks; its logical row r lies in block blocks[r // block_size]. Planned memory is all
 there is: kv_tokens * bytes_per_token, taken at the start.
@@ -6,62 +6,12 @@ there is: kv_tokens * bytes_per_token, taken at the start.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from graftree.errors import GraftreeError, ResourceExhausted
-
-
-class BlockPool:
-    """Which blocks are free. Lowest first, so that a lone sequence gets blocks that lie in one piece."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))  # a heap
-        self._used: set[int] = set()
-
-    @property
-    def free_blocks(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks.
-
-        Raises:
-            ResourceExhausted: fewer are free; none is taken.
-        """
-        if count > len(self._free):
-            raise ResourceExhausted(f"{count} KV blocks wanted, {len(self._free)} of {self.num_blocks} free")
-        blocks = [heapq.heappop(self._free) for _ in range(count)]
-        self._used.update(blocks)
-        return blocks
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back.
-
-        Raises:
-            GraftreeError: a block that is not in use, or named twice; none is given back.
-        """
-        if len(set(blocks)) != len(blocks) or not self._used.issuperset(blocks):
-            raise GraftreeError("a KV block was freed that is not in use")
-        self._used.difference_update(blocks)
-        for block in blocks:
-            heapq.heappush(self._free, block)
-
-    def check(self) -> None:
-        """Integrity: every block is either free or in use, exactly once.
-
-        Raises:
-            GraftreeError: a block is lost or owned twice.
-        """
-        free = set(self._free)
-        if len(free) != len(self._free) or free & self._used or free | self._used != set(range(self.num_blocks)):
-            raise GraftreeError(
-                f"KV pool broken: {len(self._free)} free + {len(self._used)} used of {self.num_blocks} blocks"
-            )
+from graftree.models.blocks import BlockPool as BlockPool
 
 
 class PagedKV:
@@ -89,6 +39,20 @@ class PagedKV:
         self.values: list[Tensor] = list(self._data[1])
         self._key_rows: list[Tensor] = list(self._rows[0])
         self._value_rows: list[Tensor] = list(self._rows[1])
+
+    @classmethod
+    def like(cls, other: PagedKV, *, num_blocks: int) -> PagedKV:
+        """A cache for the same model with its own blocks."""
+        _, layers, _, block_size, kv_heads, head_dim = other._data.shape
+        return cls(
+            layers=layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=other._data.dtype,
+            device=other._data.device,
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -119,16 +83,15 @@ class PagedKV:
         target = torch.tensor(self.slots(blocks, [t for _, t in pairs]), device=device)
         self._rows.index_copy_(2, target, self._rows.index_select(2, source))
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
-        """Copy the first `count` logical rows of one sequence to those of another, in all layers.
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy logical rows of one sequence to the same rows of another, in all layers.
 
         Args:
             sources, targets: the sequences' blocks.
+            rows: which.
         """
-        device = self._data.device
-        source = torch.tensor(self.slots(sources, range(count)), dtype=torch.int64, device=device)
-        target = torch.tensor(self.slots(targets, range(count)), dtype=torch.int64, device=device)
-        self._rows.index_copy_(2, target, self._rows.index_select(2, source))
+        if rows:
+            self.write_rows(targets, rows, self.read_rows(sources, rows))
 
     def read_rows(self, blocks: Sequence[int], rows: Sequence[int]) -> Tensor:
         """(2, layers, len(rows), KVH, D) copy of a sequence's logical rows: keys, then values."""

@@ -1,0 +1,145 @@
+"""`BlockPool`: which blocks of a paged cache are free, who refers to the others, and what full ones hold.
+
+A full block of committed rows can be published under a name that says what its tokens and all tokens before them
+are. A later sequence that begins the same way refers to the same block (prefix caching in paged memory: vLLM,
+SOSP'23, section 4.4). A published block to which nobody refers any more stays until its place is needed, least
+recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from graftree.errors import GraftreeError, ResourceExhausted
+
+
+def block_names(before: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Names of the full blocks of a text: a chain of SHA-256, so equal names mean equal texts from the beginning.
+
+    Args:
+        before: name of the block before, or of the model where there is none.
+        token_ids: tokens behind it.
+
+    Returns:
+        One name for each full block.
+    """
+    names = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        content = np.asarray(token_ids[start : start + block_size], dtype="<u4").tobytes()
+        before = hashlib.sha256(before + content).digest()
+        names.append(before)
+    return names
+
+
+class BlockPool:
+    """Free blocks are given out lowest first, so that a lone sequence gets blocks that lie in one piece.
+
+    Attributes:
+        num_blocks: free, idle and used ones.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))  # a heap
+        self._references: dict[int, int] = {}
+        self._named: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}  # published, referred to by nobody; least recently used first
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle_blocks(self) -> int:
+        """Published blocks to which nobody refers."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, with a reference each. Idle ones lose their content where free ones do not suffice.
+
+        Raises:
+            ResourceExhausted: fewer are free; none is taken.
+        """
+        if count > self.free_blocks:
+            raise ResourceExhausted(f"{count} KV blocks wanted, {self.free_blocks} of {self.num_blocks} free")
+        for block in list(self._idle)[: max(0, count - len(self._free))]:
+            del self._idle[block]
+            del self._named[self._names.pop(block)]
+            heapq.heappush(self._free, block)
+        blocks = [heapq.heappop(self._free) for _ in range(count)]
+        self._references.update(dict.fromkeys(blocks, 1))
+        return blocks
+
+    def share(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks published under the first of these names, up to one that is not known; a reference to each."""
+        blocks = [self._named[name] for name in takewhile(self._named.__contains__, names)]
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._references[block] = self._references.get(block, 0) + 1
+        return blocks
+
+    def refer(self, blocks: Sequence[int]) -> None:
+        """One more reference to blocks in use.
+
+        Raises:
+            GraftreeError: one is not.
+        """
+        self._expect_used(blocks)
+        for block in blocks:
+            self._references[block] += 1
+
+    def publish(self, block: int, name: bytes) -> None:
+        """Make a block in use known: it is full, and its rows never change again. A name that is taken stays.
+
+        Raises:
+            GraftreeError: the block is not in use.
+        """
+        self._expect_used([block])
+        if name not in self._named and block not in self._names:
+            self._named[name], self._names[block] = block, name
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give a reference to each of a sequence's blocks back. Of those that become idle the last one goes first.
+
+        Raises:
+            GraftreeError: a block that is not in use, or named twice; none is given back.
+        """
+        self._expect_used(blocks)
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            del self._references[block]
+            if block in self._names:
+                self._idle[block] = None
+            else:
+                heapq.heappush(self._free, block)
+
+    def check(self) -> None:
+        """Integrity: every block is free, idle or in use, exactly one of these, and names lead back to their blocks.
+
+        Raises:
+            GraftreeError: a block is lost, owned twice or wrongly named.
+        """
+        free, idle, used = set(self._free), set(self._idle), set(self._references)
+        whole = len(free) + len(idle) + len(used) == self.num_blocks == len(free | idle | used)
+        if not whole or len(free) != len(self._free) or not all(count > 0 for count in self._references.values()):
+            raise GraftreeError(
+                f"KV pool broken: {len(self._free)} free + {len(idle)} idle + {len(used)} used"
+                f" of {self.num_blocks} blocks"
+            )
+        if {name: block for block, name in self._names.items()} != self._named or not idle <= set(self._names):
+            raise GraftreeError(f"KV pool broken: {len(self._named)} names of {len(self._names)} blocks")
+        if free & set(self._names):
+            raise GraftreeError("KV pool broken: a free block has a name")
+
+    def _expect_used(self, blocks: Sequence[int]) -> None:
+        if len(set(blocks)) != len(blocks) or not self._references.keys() >= set(blocks):
+            raise GraftreeError("a KV block was named that is not in use, or twice")

@@ -1,0 +1,100 @@
+"""`Reservations`: which KV blocks a session has, and which of them it has in common with others.
+
+Everything a session can ever need is reserved when it opens, so that no step fails for want of memory. Full blocks
+of committed rows are shared: they are never written again, so a copy is only made of what stands in a block that is
+not full (copy-on-write, where the one write that could come is known beforehand).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from graftree.errors import ContextTooLong
+from graftree.models.blocks import BlockPool, block_names
+from verifier_service.counters import Counters
+from verifier_service.session import Session
+
+
+class Cache(Protocol):
+    """What is needed of `graftree.models.paged.PagedKV`."""
+
+    block_size: int
+
+    def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], rows: Sequence[int]) -> None: ...
+
+
+class Reservations:
+    """The engine's; one per pool."""
+
+    def __init__(self, pool: BlockPool, kv: Cache, *, fingerprint: str, reuse: bool, counters: Counters) -> None:
+        """
+        Args:
+            pool, kv: the runner's.
+            fingerprint: of the model: names of blocks say whose rows they hold.
+            reuse: whether sessions find the blocks that others, open or closed, have published.
+            counters: where rows that need not be computed are counted.
+        """
+        self._pool, self._kv, self._counters, self._reuse = pool, kv, counters, reuse
+        self._origin = fingerprint.encode()
+
+    def take(self, session: Session) -> None:
+        """Reserve all that the session can need. What is known of its text need not be computed.
+
+        Raises:
+            ContextTooLong: it can need more than there is.
+            ResourceExhausted: it can need more than is free now.
+        """
+        pool, size = self._pool, self._kv.block_size
+        wanted = -(-session.rows_reserved // size)
+        if wanted > pool.num_blocks:
+            limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * size} tokens"
+            raise ContextTooLong("max_length", session.max_length, limit)
+        known: list[int] = []
+        if self._reuse:
+            # The root's own row is always computed: its logits are wanted.
+            session.block_names = block_names(self._origin, session.token_ids[:-1], size)
+            known = pool.share(session.block_names)
+            self._counters.prefix_cache_queries += len(session.token_ids) - 1
+            self._counters.prefix_cache_hits += len(known) * size
+        try:
+            session.blocks = known + pool.allocate(wanted - len(known))
+        except Exception:
+            pool.free(known)
+            raise
+        session.cached, session.published = len(known) * size, len(known)
+
+    def join(self, session: Session, source: Session, rows: int) -> None:
+        """Let the session have the first `rows` rows of another one's; both texts are the same so far."""
+        if rows <= session.cached:
+            return
+        size, first = self._kv.block_size, session.cached // self._kv.block_size
+        full = rows // size
+        common = source.blocks[first:full]
+        self._pool.refer(common)
+        self._pool.free(session.blocks[first:full])
+        session.blocks[first:full] = common
+        self._kv.copy_rows(source.blocks, session.blocks, range(max(full * size, session.cached), rows))
+        self._counters.shared_rows += rows - session.cached
+        session.cached = rows
+
+    def publish(self, session: Session) -> None:
+        """Make the session's blocks known that have become full."""
+        size = self._kv.block_size
+        full = session.cached // size
+        if not self._reuse or session.published >= full:
+            return
+        names = session.block_names
+        names += block_names(
+            names[-1] if names else self._origin, session.token_ids[len(names) * size : full * size], size
+        )
+        for index in range(session.published, full):
+            self._pool.publish(session.blocks[index], names[index])
+        session.published = full
+
+    def release(self, session: Session) -> None:
+        """Give everything back; what was published stays known until its place is needed."""
+        self._pool.free(session.blocks)
+        session.blocks = []
