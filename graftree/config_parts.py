@@ -37,3 +37,40 @@ class ObservedConfig(Config):
         "info", description="debug, info, warning or error"
     )
     log_format: Literal["json", "console"] = Field("json", description="json, or console for people")
+
+
+class SecuredConfig(Config):
+    """TLS of the pod's own port, and the way to Redis. Files may be replaced while the pod runs."""
+
+    tls_certificate: str = Field("", description="PEM file: certificate chain of this pod's port; empty = plaintext")
+    tls_key: str = Field("", description="PEM file: its private key")
+    tls_client_ca: str = Field(
+        "", description="PEM file: authorities one of which must have certified each client; empty = anybody"
+    )
+    health_listen: Annotated[str, Field(pattern=LISTEN)] = Field(
+        "",
+        description="host:port of a second, plaintext port with the health service alone, for probes; empty = none",
+    )
+    redis_username: str = Field(
+        "", description="ACL user of Redis, with redis_password_file; empty = the default one"
+    )
+    redis_password_file: str = Field(
+        "", description="file with the password of Redis, read at each connection; empty = the URL's, or none"
+    )
+
+
+class EdgeConfig(Config):
+    """The router's two sides: its clients, and the pods behind it."""
+
+    api_keys: str = Field(
+        "", description="JSON file with the API keys that may ask, and their limits; empty = everybody may"
+    )
+    audit_log: str = Field(
+        "", description="file for one JSON line per call, - = stderr; empty = - with api_keys, else none"
+    )
+    peer_ca: str = Field("", description="PEM file: authorities of verifiers and speculators; empty = plaintext")
+    peer_certificate: str = Field("", description="PEM file: certificate chain shown to verifiers and speculators")
+    peer_key: str = Field("", description="PEM file: its private key")
+    peer_name: str = Field(
+        "", description="name in verifiers' and speculators' certificates; empty = the address they are reached at"
+    )

@@ -10,6 +10,7 @@ GraftreeError                       INTERNAL
  ├── Incompatible                   FAILED_PRECONDITION   a model or vocabulary that does not fit: says why
  ├── Stale                          ABORTED               a step, delta or commit for a root that has moved on
  │    └── LeaseLost                 ABORTED               another owner holds the session's epoch
+ ├── Unauthenticated                UNAUTHENTICATED       no valid API key
  ├── ResourceExhausted              RESOURCE_EXHAUSTED    no KV blocks, sessions or queue places left
  ├── DeadlineExceeded               DEADLINE_EXCEEDED     the caller's own time limit passed
  ├── Cancelled                      CANCELLED             the client went away
@@ -101,6 +102,11 @@ class Stale(GraftreeError):
 
 class LeaseLost(Stale):
     reason = "LEASE_LOST"
+
+
+class Unauthenticated(GraftreeError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
 
 
 class ResourceExhausted(GraftreeError):

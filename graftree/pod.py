@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
 import socket
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,12 +19,14 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from graftree import config as configuration
 from graftree.config import PodConfig
 from graftree.errors import ConfigError, GraftreeError, Incompatible
-from graftree.observe import logs, pod_exports
+from graftree.observe import pod_exports
 from graftree.observe.exports import Export
+from graftree.observe.tracing import NO_TRACER, tracer
 from graftree.rpc.options import SERVER_OPTIONS
+from graftree.security.secrets import RedisCredentials
+from graftree.security.tls import ClientTls, ServerTls, TlsFiles
 from graftree.store.connection import connect
 from graftree.store.registry import PodRecord, Registry
 
@@ -48,14 +47,18 @@ class Pod(ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.address = ""
-        self.redis = connect(config.redis)
+        self.redis = connect(config.redis, credentials=_redis_credentials(config))
         self.registry = Registry(self.redis, lease_seconds=config.lease_seconds)
+        self.tls: ServerTls | None = None
+        self.tracer = NO_TRACER
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: MetricsEndpoint | None = None
         self.metrics_address = ""  # of the metrics over HTTP, once they are served
+        self.health_address = ""  # of the plaintext health service, once it is
         self.lease_failures = 0
         self.ready = False
         self.draining = False
@@ -79,6 +82,11 @@ class Pod(ABC, Generic[C]):
         """The pod's metrics; a tier adds its own."""
         return list(pod_exports.EXPORTS)
 
+    @property
+    def tls_sides(self) -> dict[str, ServerTls | ClientTls | None]:
+        """Side -> its TLS, None = plaintext."""
+        return {"server": self.tls}
+
     async def run(self) -> None:
         """Background work after the port is open; cancelled at `stop`."""
 
@@ -97,9 +105,15 @@ class Pod(ABC, Generic[C]):
             ConfigError: the port is taken or a key does not fit.
             Incompatible: the registry refuses this pod's fingerprints, with the reason.
         """
+        config = self.config
+        if config.tls_certificate or config.tls_key or config.tls_client_ca:
+            names = ("tls_certificate", "tls_key", "tls_client_ca")
+            self.tls = ServerTls(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca, names))
+        self.tracer = tracer(config, tier=tier_of(type(self)), pod_id=config.pod_id)
         await self.load()
         self._serve_metrics()
         await self._listen()
+        await self._listen_for_probes()
         first = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep_lease(first)), asyncio.create_task(self.run())]
         for task in self._tasks:
@@ -130,11 +144,28 @@ class Pod(ABC, Generic[C]):
         await self.set_ready(False)
         wanted = f"{self.config.host}:{self.config.port}"
         try:
-            port = server.add_insecure_port(wanted)
+            if self.tls is None:
+                port = server.add_insecure_port(wanted)
+            else:
+                port = server.add_secure_port(wanted, self.tls.credentials())
         except RuntimeError as error:
             raise ConfigError("port", wanted, f"cannot listen there: {error}") from error
         await asyncio.shield(server.start())  # half a start cannot be stopped
         self.address = self.config.advertise or f"{_reachable(self.config.host)}:{port}"
+
+    async def _listen_for_probes(self) -> None:
+        # Kubernetes' gRPC probes know no TLS.
+        wanted = self.config.health_listen
+        if wanted in ("", "0"):
+            return
+        self._health_server = server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError("health_listen", wanted, f"cannot listen there: {error}") from error
+        await asyncio.shield(server.start())
+        self.health_address = f"{wanted.rpartition(':')[0]}:{port}"
 
     async def _check_host(self) -> None:
         """gRPC blames the port for a host that this machine does not have."""
@@ -211,10 +242,24 @@ class Pod(ABC, Generic[C]):
         if self._server is not None:
             await self._server.stop(grace)
             self._server = None
+        await self.close()
+        if self._health_server is not None:
+            server, self._health_server = self._health_server, None
+            await server.stop(grace)
         if self._metrics is not None:
             endpoint, self._metrics = self._metrics, None
             await endpoint.close()
-        await self.close()
+        if self.tracer is not NO_TRACER:
+            spans, self.tracer = self.tracer, NO_TRACER
+            await asyncio.to_thread(spans.close)
+
+
+def _redis_credentials(config: PodConfig) -> RedisCredentials | None:
+    if not config.redis_password_file:
+        if config.redis_username:
+            raise ConfigError("redis_password_file", "", "set together with redis_username")
+        return None
+    return RedisCredentials(config.redis_username, config.redis_password_file)
 
 
 def _reachable(host: str) -> str:
@@ -222,54 +267,6 @@ def _reachable(host: str) -> str:
     return socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host
 
 
-def main(pod: type[Pod[C]], config: type[C]) -> None:
-    """Entry point of a tier's process.
-
-    Prints one JSON line on stdout once ready: {"ready": "HOST:PORT", "pod_id": ..., "metrics": ...}. Exit codes:
-    0 after a drain, 2 for a configuration error, 1 for anything else.
-    """
-    try:
-        loaded = configuration.load(config)
-    except ConfigError as error:
-        sys.exit(_complain(error, 2))
-    logs.configure(loaded.log_level, loaded.log_format, context={"tier": _tier(pod), "pod_id": loaded.pod_id})
-    try:
-        asyncio.run(_serve(pod, loaded))
-    except ConfigError as error:
-        sys.exit(_complain(configuration.respell(config, error), 2))
-    except GraftreeError as error:
-        sys.exit(_complain(error, 1))
-
-
-async def _serve(pod: type[Pod[C]], config: C) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    instance = pod(config)
-    try:
-        start = asyncio.create_task(instance.start())
-        stop = asyncio.create_task(stopping.wait())
-        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
-            return
-        start.result()
-        ready = {"ready": instance.address, "pod_id": config.pod_id, "metrics": instance.metrics_address}
-        print(json.dumps(ready), flush=True)
-        ends: set[asyncio.Future[Any]] = {stop, instance.failed}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if instance.failed.done():
-            raise instance.failed.result()
-    finally:
-        await instance.stop()
-
-
-def _complain(error: GraftreeError, code: int) -> int:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return code
-
-
-def _tier(pod: type[Pod[Any]]) -> str:
+def tier_of(pod: type[Pod[Any]]) -> str:
+    """router, verifier or speculator."""
     return pod.__name__.removesuffix("Pod").lower()

@@ -1,7 +1,7 @@
 """`python -m router`: one router pod, configured by flags and GRAFTREE_* variables."""
 
 from graftree.config import RouterConfig
-from graftree.pod import main
+from graftree.process import main
 from router.pod import RouterPod
 
 if __name__ == "__main__":

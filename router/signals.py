@@ -1,9 +1,9 @@
 """`Signals`: what an autoscaler needs to know about speculators, over the last half minute.
 
 Let a round be *demanded* if its request wants a tree, and *starved* if it was demanded and had none because no
-speculator had the session or not all had answered in time. With r demanded rounds a second, a share s of them starved,
-a accepted draft tokens per round that had a tree, and n speculators, one pod serves r (1 - s) / n rounds a second, so
-one more could serve min(r (1 - s) / n, r s) of the starved ones, and each would gain a tokens:
+speculator had the session or not all had answered in time. With r demanded rounds a second, a share s of them
+starved, a accepted draft tokens per round that had a tree, and n speculators, one pod serves r (1 - s) / n rounds a
+second, so one more could serve min(r (1 - s) / n, r s) of the starved ones, and each would gain a tokens:
 
     marginal tokens per second = a * min(r (1 - s) / n, r s)        without a speculator: a * r
 

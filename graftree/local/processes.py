@@ -166,7 +166,7 @@ def _ready(line: str) -> str:
 
 
 def _own_words(name: str, tail: str) -> GraftreeError | None:
-    """The error a pod's last line reports as "Class: message" (see `graftree.pod.main`), or None."""
+    """The error a pod's last line reports as "Class: message" (see `graftree.process.main`), or None."""
     word, _, message = tail.rpartition("\n")[2].partition(": ")
     cls = getattr(errors, word, None)
     if not isinstance(cls, type) or not issubclass(cls, GraftreeError):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftree import __version__
 from graftree.observe.exports import Export
+from graftree.security.tls import expiries
 
 if TYPE_CHECKING:
     from graftree.pod import Pod
@@ -22,6 +23,20 @@ EXPORTS: list[Export[Any]] = [
     Export("graftree_pod_draining", "gauge", "1 while the pod is going away.", lambda pod: pod.draining),
     Export("graftree_pod_sessions", "gauge", "Sessions or requests open.", lambda pod: pod.record().sessions),
     Export("graftree_pod_max_sessions", "gauge", "Most of them; 0 = any.", lambda pod: pod.record().max_sessions),
+    Export(
+        "graftree_tls_certificate_not_after_seconds",
+        "gauge",
+        "End of a certificate's validity, in seconds since the epoch, by the side it is shown on.",
+        lambda pod: expiries(pod.tls_sides),
+        labels=("side",),
+    ),
+    Export(
+        "graftree_tls_reload_failures_total",
+        "counter",
+        "Times that replaced TLS files could not be read; the ones before stay in force.",
+        lambda pod: {(side,): tls.files.failures for side, tls in pod.tls_sides.items() if tls is not None},
+        labels=("side",),
+    ),
     Export(
         "graftree_pod_lease_failures_total",
         "counter",

@@ -13,6 +13,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import EqualJitterBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
@@ -36,7 +37,14 @@ _TRANSIENT = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "M
 _TRANSIENT_ERRORS = (ConnectionError, TimeoutError, ReadOnlyError, OutOfMemoryError, ClusterDownError, OSError)
 
 
-def connect(url: str, *, timeout_seconds: float = 1.0, max_connections: int = 32, key: str = "redis") -> Redis:
+def connect(
+    url: str,
+    *,
+    timeout_seconds: float = 1.0,
+    max_connections: int = 32,
+    key: str = "redis",
+    credentials: CredentialProvider | None = None,
+) -> Redis:
     """A client for `url`. Nothing is sent before its first command.
 
     Every wait is bounded: connecting, each reply, and a free connection of the pool take at most `timeout_seconds`;
@@ -47,11 +55,14 @@ def connect(url: str, *, timeout_seconds: float = 1.0, max_connections: int = 32
         timeout_seconds: longest wait for a connection and for a reply.
         max_connections: most connections held at once.
         key: the configuration key that `url` came from.
+        credentials: asked for user and password at each connection; None = those of the URL, if any.
 
     Raises:
         ConfigError: names `key`; a password in the URL is not repeated.
     """
     _check(url, key)
+    if credentials is not None and "@" in urlsplit(url).netloc:
+        raise ConfigError(key, redact(url), "without user and password, because they come from a file")
     try:
         pool = BlockingConnectionPool.from_url(
             url,
@@ -60,6 +71,7 @@ def connect(url: str, *, timeout_seconds: float = 1.0, max_connections: int = 32
             socket_timeout=timeout_seconds,
             socket_connect_timeout=timeout_seconds,
             health_check_interval=10,
+            credential_provider=credentials,
             retry=Retry(EqualJitterBackoff(cap=0.05, base=0.005), retries=1),
         )
     except (ValueError, TypeError):

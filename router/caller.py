@@ -1,0 +1,32 @@
+"""`Caller`: on whose behalf the router works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEPARATOR = ":"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request, and which trace it belongs to.
+
+    Attributes:
+        tenant: whose generations it may reach; empty = there are no tenants.
+        traceparent: W3C trace context of the call; empty = none.
+    """
+
+    tenant: str = ""
+    traceparent: str = ""
+
+    def scoped(self, request_id: str) -> str:
+        """The id under which a request is known inside: another tenant's of the same name is another one."""
+        return f"{self.tenant}{SEPARATOR}{request_id}" if self.tenant else request_id
+
+
+def public_id(scoped: str) -> str:
+    """The id as the client knows it."""
+    return scoped.rpartition(SEPARATOR)[2]
+
+
+NOBODY = Caller()
