@@ -11,7 +11,7 @@ import sys
 
 from graftree import Client, LocalStack, Result
 from graftree.cli.stack import tell
-from graftree.config import DEFAULT_MODEL
+from graftree.config import DEFAULT_MODEL, default_speculators
 from graftree.errors import GraftreeError
 
 PROMPTS = {
@@ -43,12 +43,12 @@ def main() -> int:
     """Start a stack, answer, compare; returns the exit code: 0 where all pairs of answers are identical."""
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--speculator", action="append", help="default: one ngram")
+    parser.add_argument("--speculator", action="append", help="default: ngram and the shipped SSM")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     chosen = parser.parse_args()
     try:
         with (
-            LocalStack(chosen.model, chosen.speculator or ["ngram"], notify=tell) as stack,
+            LocalStack(chosen.model, chosen.speculator or default_speculators(chosen.model), notify=tell) as stack,
             Client(stack.target) as client,
         ):
             return _answer_all(client, chosen.max_new_tokens)

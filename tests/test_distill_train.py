@@ -88,11 +88,12 @@ def test_another_llms_package_is_refused(finished: Path, tmp_path: Path) -> None
 
 
 def test_a_killed_run_ends_with_the_same_weights(finished: Path, tmp_path: Path) -> None:
-    """SIGKILL while the LLM writes and while the SSM learns; the third start ends with an undisturbed run's weights."""
+    """SIGKILL while the LLM writes and while the SSM learns; the third start ends as an undisturbed run does."""
     command = [
         sys.executable, "-m", "graftree.cli", "distill", str(tmp_path / "ssm"), "--model", LLM, "--quiet",
         "--work", str(tmp_path / "work"), "--head-size", "60", "--layers", "0", "--tokens", str(SETTINGS.tokens),
-        "--streams", "8", "--length", "192", "--top", "24", "--epochs", "8", "--batch", "4", "--micro", "4", "--learning-rate", "0.01",
+        "--streams", "8", "--length", "192", "--top", "24", "--epochs", "8", "--batch", "4", "--micro", "4",
+        "--learning-rate", "0.01",
         "--adam-rate", "0.003", "--device", "cpu",
     ]  # fmt: skip
     for shard in (1, 3):  # the last one is there when training begins

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, get_args
 
-from graftree.config import DEFAULT_MODEL
+from graftree.config import DEFAULT_MODEL, default_speculators
 from graftree.errors import ConfigError
 from graftree.local.pod import Tier
 
@@ -18,7 +18,7 @@ def add_options(parser: argparse._ActionsContainer) -> None:
         "--speculator",
         action="append",
         metavar="SPEC",
-        help="ngram, model:<uri> or package.module:Class; once per pod (default: one ngram)",
+        help="ngram, model:<uri> or package.module:Class; once per pod (default: ngram, and the LLM's shipped SSM)",
     )
     parser.add_argument("--no-speculators", action="store_true", help="start no speculator: plain decoding")
     parser.add_argument("--verifiers", type=int, metavar="N", help="verifier pods (default: 1)")
@@ -36,9 +36,10 @@ def stack_arguments(chosen: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LocalStack` for parsed options."""
     if chosen.no_speculators and chosen.speculator:
         raise ConfigError("--no-speculators", chosen.speculator, "not together with --speculator")
-    speculators = [] if chosen.no_speculators else chosen.speculator or ["ngram"]
+    model = DEFAULT_MODEL if chosen.model is None else chosen.model
+    speculators = [] if chosen.no_speculators else chosen.speculator or list(default_speculators(model))
     return {
-        "model": DEFAULT_MODEL if chosen.model is None else chosen.model,
+        "model": model,
         "speculators": speculators,
         "verifiers": 1 if chosen.verifiers is None else chosen.verifiers,
         "redis": chosen.redis,

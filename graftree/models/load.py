@@ -17,6 +17,7 @@ from graftree.errors import Incompatible, InvalidArgument, Unavailable
 from graftree.models import random_models, ssm
 from graftree.models.cache import Cache, Manifest
 from graftree.models.pull import pull
+from graftree.models.shipped import is_package
 from graftree.models.spec import ModelSpec, eos_token_ids, max_context, model_fingerprint, relevant
 from graftree.models.uri import ModelUri
 from graftree.text.tokenizer import Tokenizer
@@ -48,7 +49,8 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
 
     Args:
         uri: see `graftree.models.uri`; a directory may be an SSM package (`graftree.models.ssm`).
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16, float16, or auto: bfloat16 for an SSM package where it is computed natively, else
+            float32. What an SSM guesses need not be exact.
         device: cpu, cuda, cuda:N, or auto: cuda where there is one.
 
     Raises:
@@ -58,11 +60,13 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         Unavailable: it could not be downloaded or converted.
     """
     parsed = ModelUri.parse(uri)
-    if dtype not in _DTYPES:
-        raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
+    if dtype not in (*_DTYPES, "auto"):
+        raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}, auto")
     where = _device(device)
-    if parsed.kind == "directory" and ssm.is_package(Path(parsed.name)):
-        return _load_ssm(parsed, dtype, where)
+    if parsed.kind == "directory" and is_package(Path(parsed.name)):
+        half = computes_bfloat16(where)
+        return _load_ssm(parsed, ("bfloat16" if half else "float32") if dtype == "auto" else dtype, where)
+    dtype = "float32" if dtype == "auto" else dtype
     tokenizer = Tokenizer.load(parsed)
     identity: dict[str, Any]
     if parsed.kind == "random":
@@ -226,6 +230,13 @@ def _identity(directory: Path) -> dict[str, Any]:
 def _generation_eos(model: PreTrainedModel) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     return eos_token_ids(model.config.to_dict(), generation.to_dict() if generation is not None else {})
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is computed natively there, so that it saves time."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _device(device: str) -> torch.device:

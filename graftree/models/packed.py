@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+# oneDNN takes longer for one to three rows than for four: its kernels for those leave registers empty.
+_LEAST_ROWS = 4
+
 
 class PackedLinear(nn.Module):
     """x @ weight.T + bias with a packed weight; inference only.
@@ -30,7 +33,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) of the weight's dtype -> (..., out)."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        rows = x.numel() // self.in_features
+        if not 0 < rows < _LEAST_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        padded = torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, _LEAST_ROWS - rows))
+        result = torch.ops.mkldnn._linear_pointwise(padded, self._packed, self._bias, "none", [], "")
+        return result[:rows].view(*x.shape[:-1], self.out_features)
 
 
 def can_pack(model: Any) -> bool:

@@ -1,32 +1,29 @@
 """`TreeRunner`: one ragged forward of an unmodified transformers model over many sequences' trees.
 
-The rows of all sequences are packed into one [1, N] batch with explicit positions. Attention is ours, registered
-with transformers' `AttentionInterface` under `ATTENTION`: it stores the step's keys and values in the paged cache
-and calls `kernels.tree_attention`. transformers builds no mask for a name it has no mask function for.
+The rows of all sequences are packed into one [1, N] batch with explicit positions. Attention is ours
+(`graftree.models.attention`); layers of a known form are swapped for fused ones, linear layers for packed ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from graftree.errors import GraftreeError, Incompatible, InvalidArgument
-from graftree.models.packed import can_pack, pack_linears
+from graftree.models.attention import ATTENTION, STEP, Step, attend
+from graftree.models.fused import PlainLinear, fuse_layers
+from graftree.models.packed import PackedLinear, can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
 from graftree.models.support import TESTED_FAMILIES, check, window_of
-from kernels import IMPLEMENTATIONS, TreeLayout, chain_masks, tree_attention
+from kernels import IMPLEMENTATIONS, TreeLayout, chain_masks
 
 if TYPE_CHECKING:
     from graftree.models.load import LoadedModel
-
-ATTENTION = "graftree_tree"
 
 
 @dataclass(frozen=True)
@@ -66,63 +63,6 @@ def chain_rows(
         masks=chain_masks(count),
         logits=logits,
     )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What the attention of every layer needs of the step under way."""
-
-    kv: PagedKV
-    layout: TreeLayout
-    slots: Tensor
-    block_tables: Tensor
-    context_lens: Tensor
-    implementation: str
-    windows: dict[int, int | None] = field(default_factory=dict)
-
-
-# A context variable rather than a keyword argument through the model: it reaches attention in every body, also in
-# those that pass no keyword arguments on.
-_STEP: ContextVar[_Step] = ContextVar("graftree_step")
-
-# What attention layers pass that says nothing about the result here: the mask and positions are ours.
-_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **extra: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function. query: (1, H, N, D); key, value: (1, KVH, N, D); returns (1, N, H, D)."""
-    for name, what in _UNSUPPORTED.items():
-        if extra.get(name) is not None:
-            raise Incompatible(f"the model's attention uses {what}")
-    step, layer = _STEP.get(), int(module.layer_idx)  # type: ignore[arg-type]
-    step.windows[layer] = sliding_window
-    step.kv.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = tree_attention(
-        query[0].transpose(0, 1),
-        step.kv.keys[layer],
-        step.kv.values[layer],
-        step.block_tables,
-        step.context_lens,
-        step.layout,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        implementation=step.implementation,
-    )
-    return output[None], None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class TreeRunner:
@@ -175,6 +115,7 @@ class TreeRunner:
         self.pool = BlockPool(num_blocks)
         if expected is not None:
             self._self_check(expected)
+        self._fuse()
         if can_pack(self._model):
             pack_linears(self._model)
 
@@ -205,17 +146,17 @@ class TreeRunner:
         return list(logits.split([len(rows.logits) for rows in batch]))
 
     @torch.inference_mode()
-    def _run(self, step: _Step, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        token = _STEP.set(step)
+    def _run(self, step: Step, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        token = STEP.set(step)
         try:
             output = self._model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
             )
         finally:
-            _STEP.reset(token)
+            STEP.reset(token)
         return output.logits[0].float()
 
-    def _step(self, batch: Sequence[Rows]) -> _Step:
+    def _step(self, batch: Sequence[Rows]) -> Step:
         size = self.kv.block_size
         widest = max(len(rows.blocks) for rows in batch)
         tables = np.zeros((len(batch), widest), np.int32)
@@ -225,7 +166,7 @@ class TreeRunner:
             start = rows.context_len + rows.tree_len
             logical = np.arange(start, start + len(rows.token_ids))
             slots.append(tables[index, logical // size].astype(np.int64) * size + logical % size)
-        return _Step(
+        return Step(
             kv=self.kv,
             layout=TreeLayout.of([(rows.tree_len, rows.masks) for rows in batch]),
             slots=torch.from_numpy(np.concatenate(slots)).to(self._device),
@@ -263,6 +204,26 @@ class TreeRunner:
             raise InvalidArgument("rows.positions", max(rows.positions), f"below {limit}")
         if any(not 0 <= index < count for index in rows.logits):
             raise InvalidArgument("rows.logits", list(rows.logits), f"indices of {count} rows")
+
+    @torch.inference_mode()
+    def _fuse(self) -> None:
+        """Swap layers of a known form for faster ones that compute the same."""
+        blocks = range(-(-len(_PROBE.token_ids) // self.kv.block_size))
+        # Its own cache: the smallest that can be asked for does not hold the probe.
+        cache = PagedKV.like(self.kv, num_blocks=len(blocks))
+        rows = replace(_PROBE, blocks=blocks, token_ids=[t % self.spec.vocab_size for t in _PROBE.token_ids])
+        step = replace(self._step([rows]), kv=cache)
+        token = STEP.set(step)
+        try:
+            fuse_layers(
+                self._model,
+                windows=step.windows,
+                attend=attend,
+                make_linear=PackedLinear if can_pack(self._model) else PlainLinear,
+                probe=lambda: self._run(step, *self._inputs([rows])),
+            )
+        finally:
+            STEP.reset(token)
 
     def _self_check(self, expected: Tensor) -> None:
         """Compare a small tree with what the model said with its own attention."""

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graftree.errors import Incompatible, InvalidArgument
+from graftree.errors import Incompatible
+from graftree.models.shipped import CARD
 
-CARD, WEIGHTS, README = "ssm.json", "model.safetensors", "README.md"
+WEIGHTS, README = "model.safetensors", "README.md"
 DRAFT_IDS = "draft_ids"
 FORMAT = 1
-SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ class SsmCard:
     def write(self, directory: Path) -> None:
         """Write `ssm.json`."""
         (directory / CARD).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-
-def is_package(directory: Path) -> bool:
-    """Whether a directory holds an SSM package."""
-    return (directory / CARD).is_file()
 
 
 def digest(card: SsmCard, directory: Path) -> str:
@@ -137,15 +132,3 @@ def embedding_rows(model: PreTrainedModel) -> int:
     """Tokens that a model can take."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
-
-
-def shipped(name: str) -> Path:
-    """Directory of an SSM that comes with the project.
-
-    Raises:
-        InvalidArgument: there is none of this name.
-    """
-    if not name.isidentifier() or not is_package(SHIPPED / name):
-        names = ", ".join(sorted(path.name for path in SHIPPED.glob("*") if is_package(path)))
-        raise InvalidArgument("model", f"ssm:{name}", f"ssm:<name> with a name of {names or 'none'}")
-    return SHIPPED / name

@@ -24,6 +24,7 @@ from typing import Literal
 from urllib.parse import parse_qsl, quote
 
 from graftree.errors import InvalidArgument
+from graftree.models.shipped import shipped
 
 Kind = Literal["random", "pypi", "gguf", "directory", "hub", "standin"]
 Value = int | float | str | tuple[int, ...] | None
@@ -187,8 +188,6 @@ def _split(head: str) -> tuple[Kind, str]:
             raise InvalidArgument("model", head, "hub:<owner>/<name>")
         return "hub", rest
     if colon and prefix == "ssm":
-        from graftree.models.ssm import shipped  # a URI alone needs no torch
-
         return "directory", str(shipped(rest))
     path, given_kind = (rest, prefix) if colon and prefix in ("gguf", "directory") else (head, "")
     if not path:

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from graftree.errors import InvalidArgument
-from graftree.models.load import llm_identity, load
+from graftree.models.load import computes_bfloat16, llm_identity, load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
 from graftree.text.tokenizer import Tokenizer
@@ -161,15 +162,14 @@ def train(trainer: Trainer, quiet: bool) -> None:
         trainer.train(tell)
 
 
-def _advance(bar: tqdm[None], count: int) -> None:
+def _advance(bar: Any, count: int) -> None:
     bar.update(max(0, count - bar.n))
 
 
 def _half(device: str) -> str:
     """The LLM only writes: bfloat16 where it is computed natively."""
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return "bfloat16"
-    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return "bfloat16" if computes_bfloat16(torch.device("cuda" if cuda else "cpu")) else "float32"
 
 
 def vocabulary(llm: ModelUri) -> int:

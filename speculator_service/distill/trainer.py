@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graftree.errors import Incompatible, InvalidArgument
+from graftree.models.load import computes_bfloat16
 from graftree.models.ssm import embedding_rows
 from speculator_service.distill.corpus import Corpus
 from speculator_service.distill.student import Batch, hits, loss
@@ -107,7 +108,7 @@ class Trainer:
         self._corpus, self._shards, self._clock, self._view = corpus, shards, clock, view
         self._checkpoint, self._checkpoint_seconds = checkpoint, checkpoint_seconds
         self._device = student.device
-        self._mixed = _computes_bfloat16(self._device) if mixed is None else mixed
+        self._mixed = computes_bfloat16(self._device) if mixed is None else mixed
         self._row_of = torch.full((embedding_rows(student),), -1, dtype=torch.int64)
         self._row_of[torch.tensor(draft_ids)] = torch.arange(len(draft_ids))
         self._optimisers = _optimisers(student, settings)
@@ -281,9 +282,3 @@ def _joined(shards: list[Written]) -> Written:
         torch.cat([shard.top_ids for shard in shards]),
         torch.cat([shard.top_log_probs for shard in shards]),
     )
-
-
-def _computes_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
 
     Args:
         uri: see `graftree.models.uri`; a directory may be an SSM package (`graftree.models.ssm`).
-        dtype: of its weights.
+        dtype: of its weights, see `graftree.models.load.load`.
         device: auto, cpu, cuda or cuda:N.
         threads: CPU threads of this process' torch; 0 = torch's choice.
         kv_tokens: capacity of its KV cache in tokens; 0 = what max_sessions need, at most 1 GiB on a CPU and a
@@ -60,7 +60,7 @@ class ModelDrafter(Drafter):
         self,
         uri: str,
         *,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "auto",
         threads: int = 0,
         kv_tokens: int = 0,
