@@ -200,7 +200,8 @@ def main() -> int:
     speculators = options.speculator or ["ngram", f"model:{options.model}?layers={KEPT}"]
     lines = report.prompts(options.prompts, options.count)
     inputs = [{"chat": [{"role": "user", "content": line["turns"][0]}]} for line in lines]
-    patient = {"draft_wait_ms": 150}  # nothing is timed here: most steps shall have drafts to accept
+    # Nothing is timed here: most steps shall have drafts to accept.
+    patient = {"adaptive": False, "draft_wait_ms": 150}
     with LocalStack(options.model, speculators, router_options=patient) as stack, Client(stack.target) as client:
         tokens, words = frequent_tokens(client, inputs, options.max_new_tokens)
         combinations = grid(tokens, words)

@@ -74,9 +74,23 @@ class Budget:
     Attributes:
         nodes: the best number so far.
         rate: tokens per second with so many.
+        count: candidates looked at.
+        left: worth of the first one behind the best number; 0 = there was none.
     """
 
-    __slots__ = ("_cheapest", "_count", "_most", "_rows", "_seconds", "_table", "_tokens", "_trust", "nodes", "rate")
+    __slots__ = (
+        "_cheapest",
+        "_most",
+        "_rows",
+        "_seconds",
+        "_table",
+        "_tokens",
+        "_trust",
+        "count",
+        "left",
+        "nodes",
+        "rate",
+    )
 
     def __init__(
         self,
@@ -92,8 +106,8 @@ class Budget:
         self._most, self._table, self._cheapest = most, table.seconds, table.cheapest
         self._rows, self._seconds = rows, seconds
         self._tokens, self._trust = tokens, trust
-        self._count = 0
-        self.nodes = 0
+        self.count = self.nodes = 0
+        self.left = 0.0
         self.rate = tokens / (seconds + table.seconds[rows])
 
     def offer(self, survival: float) -> bool:
@@ -102,14 +116,16 @@ class Budget:
         Returns:
             Whether a later one can still pay; if not, it must not be offered.
         """
-        self._count += 1
+        self.count += 1
         worth = survival * self._trust
         self._tokens += worth
-        rows = self._rows + self._count
+        rows = self._rows + self.count
         rate = self._tokens / (self._seconds + self._table[rows])
         if rate > self.rate:
-            self.rate, self.nodes = rate, self._count
-        return self._count < self._most and worth > self.rate * self._cheapest[rows]
+            self.rate, self.nodes, self.left = rate, self.count, 0.0
+        elif self.count == self.nodes + 1:
+            self.left = worth
+        return self.count < self._most and worth > self.rate * self._cheapest[rows]
 
 
 class FixedBudget:
@@ -121,5 +137,5 @@ class FixedBudget:
 
     def offer(self, survival: float) -> bool:
         """As `Budget.offer`."""
-        self.nodes += 1
+        self.nodes = min(self.nodes + 1, self._most)
         return self.nodes < self._most

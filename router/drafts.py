@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import structlog
@@ -12,13 +11,16 @@ import structlog
 from graftree.noise import mix64
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
-from graftree.v1.verification_pb2 import VerifyStep
-from router.budget import FixedBudget
-from router.merge import MergedTree
+from graftree.v1.verification_pb2 import Verdict, VerifyStep
+from router.merge import Cut, MergedTree
 from router.metrics import Metrics, Outcome
+from router.patience import Wait
 from router.pods import Pods
+from router.priors import Priors
 from router.request import GenerationPlan
 from router.speculator_seat import SpeculatorSeat
+from router.steering import Steering
+from router.verifier_seat import VerifierSeat
 
 # A living tree is allowed more than one step verifies, so that it outlives a commit.
 LIVING_FACTOR = 2
@@ -31,10 +33,10 @@ class Drafts:
     """Speculators come and go; the tree is what they said of the text as it is now.
 
     Args:
-        token_ids: prompt and output; the session's own list, which it extends before `advance`.
+        token_ids: prompt and output; the session's own list, which it extends before `reroot`.
         salt: start of the node id chain.
         wire_ids: names for openings, each used once.
-        wait_seconds: longest `wait`.
+        steering: decides who drafts, how long steps wait, how large their trees are.
     """
 
     def __init__(
@@ -46,9 +48,9 @@ class Drafts:
         salt: int,
         vocab_size: int,
         wire_ids: Iterator[str],
-        wait_seconds: float,
+        steering: Steering,
+        priors: Priors,
         metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._token_ids = token_ids
@@ -56,9 +58,8 @@ class Drafts:
         self._salt = salt
         self._vocab_size = vocab_size
         self._wire_ids = wire_ids
-        self._wait_seconds = wait_seconds
+        self._steering = steering
         self._metrics = metrics
-        self._clock = clock
         self._max_nodes = min(LIVING_FACTOR * plan.max_nodes, MAX_TREE_NODES)
         self._max_depth = min(LIVING_FACTOR * plan.max_depth, MAX_TREE_DEPTH)
         self._seats: dict[str, SpeculatorSeat] = {}
@@ -66,17 +67,35 @@ class Drafts:
         self._draft_salts = (mix64(salt ^ mix64(number)) for number in count(1))
         self._seen = -1  # version of the set of pods that the seats were chosen from
         self._news = asyncio.Event()
+        self._waited = 0.0
+        self._waited_for: frozenset[str] = frozenset()
         self.tree = MergedTree(
             root_id(salt, token_ids) if plan.max_nodes else 0,
             vocab_size=vocab_size,
             max_nodes=2 * self._max_nodes,  # with those that better ones displaced
             max_depth=self._max_depth,
             tests_draws=plan.tests_draws,
+            record=steering.record,
+            agreement=priors.agreement,
         )
 
     def __len__(self) -> int:
         """Speculators now."""
         return sum(seat.error is None for seat in self._seats.values())
+
+    @property
+    def silence(self) -> Outcome:
+        """What a round sent now is if it has no tree."""
+        if not self._plan.max_nodes:
+            return Outcome.PLAIN
+        if not len(self):
+            return Outcome.ALONE
+        working = self._working()
+        if not working:
+            return Outcome.PLAIN
+        return Outcome.EMPTY if all(seat.answered for seat in working) else Outcome.LATE
+
+    # Speculators.
 
     def seat(self) -> None:
         """Let go of speculators that gave up, take in those that are new. Costs nothing while nothing changed."""
@@ -93,7 +112,8 @@ class Drafts:
         self._seen = self._pods.version
         hopeless = {pod_id for pod_id, tries in self._tries.items() if tries >= MAX_TRIES}
         for kind, link in self._pods.speculators(len(self._token_ids), hopeless).items():
-            if kind not in self._seats:
+            if kind not in self._seats and self._steering.active(kind):
+                self._steering.seated(kind)
                 self._seats[kind] = SpeculatorSeat(
                     link,
                     self._plan,
@@ -105,71 +125,90 @@ class Drafts:
                     max_nodes=self._max_nodes,
                     max_depth=self._max_depth,
                     sink=self._merge,
-                    clock=self._clock,
+                    clock=self._steering.clock,
                 )
 
-    @property
-    def silence(self) -> Outcome:
-        """What a round sent now is if it has no tree."""
-        if not self._plan.max_nodes:
-            return Outcome.PLAIN
-        seats = [seat for seat in self._seats.values() if seat.error is None]
-        if not seats:
-            return Outcome.ALONE
-        return Outcome.EMPTY if all(seat.answered for seat in seats) else Outcome.LATE
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Tell the speculators what was committed, and which of them are to draft."""
+        if not self._seats:
+            return
+        self._steering.committed(self.tree)
+        living_nodes = self._steering.living_nodes
+        for kind, seat in self._seats.items():
+            if seat.error is None:
+                seat.commit(token_ids, living_nodes=living_nodes, paused=not self._steering.active(kind))
 
-    def cut(self) -> TokenTree:
-        """The next step's tree."""
-        room = self._plan.max_length - len(self._token_ids) - 1  # the bonus token needs a place too
-        return self.tree.cut(FixedBudget(self._plan.max_nodes), min(self._plan.max_depth, room)).tree
+    def close(self) -> None:
+        """No more steps, no more drafts."""
+        self._steering.close()
+        for seat in self._seats.values():
+            seat.close()
 
-    def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
-        """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""
-        return self.tree.proposals(tree)
+    def _working(self) -> list[SpeculatorSeat]:
+        return [seat for seat in self._seats.values() if seat.error is None and self._steering.active(seat.kind)]
+
+    def _merge(self, seat: SpeculatorSeat, delta: TreeDelta) -> None:
+        stale = self.tree.stale_nodes
+        placed = self.tree.add(seat.name, delta, salt=seat.draft_salt)
+        self._metrics.deltas += 1
+        self._metrics.stale_nodes += self.tree.stale_nodes - stale
+        if placed:
+            self._steering.heard(seat.kind, self.tree)
+        self._news.set()
+
+    # A round.
+
+    def reach(self, verifier: VerifierSeat) -> None:
+        """Steps go there from now on."""
+        self._steering.reach(verifier.link, verifier.wire_id)
+
+    def answered(self, verdict: Verdict) -> None:
+        """The verdict on the step that was sent is there."""
+        if self._steering.answered(verdict):
+            self._seen = -1  # a kind that is to draft again may need a seat
 
     def reroot(self, token_ids: Sequence[int]) -> None:
         """The tree follows committed tokens."""
         if self._plan.max_nodes:
             self.tree.reroot(token_ids)
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Tell the speculators what was committed."""
-        for seat in self._seats.values():
-            if seat.error is None:
-                seat.commit(token_ids)
+    def worth_waiting(self) -> Wait | None:
+        """The wait before the next step that pays, if one does."""
+        if not self._seats:
+            return None
+        return self._steering.wait(self.tree, len(self._token_ids), self._working())
 
-    def worth_waiting(self) -> bool:
-        """The tree is empty, and some speculator tends to answer a commit within the wait."""
-        return bool(self._seats) and not len(self.tree) and bool(self._prompt_ones())
-
-    async def wait(self) -> None:
-        """Wait for a first delta: until the tree has a node, or those that tend to answer have nothing to say."""
+    async def wait(self, wait: Wait) -> None:
+        """Wait for drafts: until there are enough, or those that tend to answer have nothing more to say."""
+        clock, working = self._steering.clock, self._working()
+        begun, before = clock(), len(self.tree)
+        self._waited_for = frozenset(seat.kind for seat in self._steering.pending(working))
         self._metrics.draft_waits += 1
         try:
-            async with asyncio.timeout(self._wait_seconds):
-                while not len(self.tree) and any(not seat.answered for seat in self._prompt_ones()):
+            async with asyncio.timeout(wait.seconds):
+                while self.tree.outlook <= wait.tokens and self._steering.pending(working):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            for seat in self._prompt_ones():
+            for seat in self._steering.pending(working):
                 if not seat.answered:
-                    seat.missed(self._wait_seconds)
-        self._metrics.draft_wins += bool(len(self.tree))
+                    seat.missed(wait.seconds)
+        self._waited = clock() - begun
+        self._metrics.draft_wins += len(self.tree) > before
 
-    def close(self) -> None:
-        for seat in self._seats.values():
-            seat.close()
+    def cut(self) -> Cut:
+        """The next step's tree."""
+        length = len(self._token_ids)
+        room = self._plan.max_length - length - 1  # the bonus token needs a place too
+        if not self._plan.max_nodes:
+            return Cut(TokenTree(0))
+        return self.tree.cut(self._steering.budget(length, self._waited), min(self._plan.max_depth, room))
 
-    def _prompt_ones(self) -> list[SpeculatorSeat]:
-        return [
-            seat
-            for seat in self._seats.values()
-            if seat.error is None and seat.latency is not None and seat.latency < self._wait_seconds
-        ]
+    def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
+        """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""
+        return self.tree.proposals(tree)
 
-    def _merge(self, seat: SpeculatorSeat, delta: TreeDelta) -> None:
-        stale = self.tree.stale_nodes
-        self.tree.add(seat.name, delta, salt=seat.draft_salt)
-        self._metrics.deltas += 1
-        self._metrics.stale_nodes += self.tree.stale_nodes - stale
-        self._news.set()
+    def sent(self, cut: Cut) -> None:
+        """The step left."""
+        self._steering.sent(cut, len(self._token_ids), self._waited, self._waited_for)
+        self._waited, self._waited_for = 0.0, frozenset()

@@ -69,6 +69,7 @@ EXPORTS: list[Export[RouterPod]] = [
         lambda pod: {(reason,): count for reason, count in pod.metrics.finish_reasons.items()},
         labels=("finished_reason",),
     ),
+    _gauge("router_tree_budget", "Nodes of a verify step, of late.", lambda pod: pod.metrics.budget),
     # Rounds, pods, commits.
     *counters_of("graftree_router", Metrics, lambda pod: pod.metrics, leave_out=(*_AS_VLLM, "rounds")),
     Export(

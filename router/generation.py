@@ -22,7 +22,7 @@ from router.events import EventLog
 from router.records import Records
 from router.request import GenerationPlan
 from router.samples import Samples
-from router.session import Tools
+from router.tools import Tools
 
 # Texts above this are tokenized on a thread: shorter ones take less than the switch costs other sessions.
 LONG_TEXT = 16_384

@@ -14,7 +14,7 @@ from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
 from router.generation import Generation
 from router.records import Records
-from router.session import Tools
+from router.tools import Tools
 
 MAX_REPLAYS = 1024  # finished generations kept, whatever replay_seconds says
 

@@ -25,6 +25,7 @@ from graftree.v1.common_pb2 import PodLoad, SessionFailure, StreamHello
 from graftree.v1.speculation_pb2 import DraftCommit, DraftOpen, SpeculateRequest, SpeculateResponse, TreeDelta
 from graftree.v1.verification_pb2 import Verdict, VerifyOpen, VerifyRequest, VerifyResponse, VerifyStep
 from router.metrics import Metrics
+from router.pace import Pace
 
 REVISION = 1
 CREDITS = 64
@@ -259,9 +260,14 @@ class VerifierLink(Link[VerifierMember]):
 
     Attributes:
         step_time: what a step takes there; None = it has not said.
+        pace: what rounds take there.
     """
 
     step_time: StepTime | None = None
+
+    def __init__(self, record: PodRecord, hello: StreamHello, connect_timeout: float, metrics: Metrics) -> None:
+        super().__init__(record, hello, connect_timeout, metrics)
+        self.pace = Pace()
 
     def join(self, member: VerifierMember, opening: VerifyOpen) -> None:
         self.members[opening.session_id] = member

@@ -272,7 +272,8 @@ class MergedTree:
         for source in self._sources.values():
             source.count = 0
         scale = 1.0 / node.survival if node.survival > 0.0 else 0.0
-        self.outlook = -1.0  # the root's own
+        self.outlook = 0.0
+        node.survival = 0.0  # of itself, nothing is expected
         for survivor in _below(node):
             self._nodes[survivor.identifier] = survivor
             survivor.survival *= scale

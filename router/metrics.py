@@ -34,12 +34,17 @@ class Metrics:
         attached: requests that joined a generation already there.
         resumed: sessions taken over from an earlier life of their request.
         prompt_tokens: tokens of the prompts of sessions that began.
+        draft_tokens_demanded: tree nodes that rounds had a use for, whether or not there were so many.
         rounds: verify steps answered.
         drafts: rounds with draft tokens.
         draft_tokens, accepted_tokens: as vLLM counts them, over all requests.
         accepted_per_position: [depth] draft tokens accepted, a child of the root first.
         delivered_tokens: tokens sent to clients.
         outcomes: rounds by what became of their speculation.
+        offered_nodes: tree nodes considered for a verify step; draft_tokens of them were worth a row.
+        budget: nodes of a step, on average over the latest ones that had any to choose from.
+        dropped_speculators: speculators put to rest in a session because they did not pay for themselves.
+        readmitted_speculators: of these, the ones that did again when they were tried later.
         cut_rounds: rounds whose tree was made smaller because other sessions load the verifier.
         deltas: tree deltas merged.
         stale_nodes: nodes that arrived for a root that had moved on.
@@ -68,11 +73,16 @@ class Metrics:
     attached: int = 0
     resumed: int = 0
     prompt_tokens: int = 0
+    draft_tokens_demanded: int = 0
     rounds: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     delivered_tokens: int = 0
+    offered_nodes: int = 0
+    budget: float = 0.0
+    dropped_speculators: int = 0
+    readmitted_speculators: int = 0
     cut_rounds: int = 0
     deltas: int = 0
     stale_nodes: int = 0

@@ -25,8 +25,8 @@ from router.generations import Generations
 from router.metrics import Metrics
 from router.pods import Pods
 from router.service import GenerationServicer
-from router.session import Tools
 from router.signals import Signals
+from router.tools import Tools
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 RECORD_SECONDS = 3600.0  # how long a session's record outlives its last commit

@@ -1,4 +1,4 @@
-"""`Record`: how right one kind of speculator has been in a session; `Priors`: in all sessions of the router."""
+"""`Record`: how right one kind of speculator has been in a session; `Agreement`: what it means that several agree."""
 
 from __future__ import annotations
 
@@ -117,19 +117,3 @@ class Record:
         """Forget this session's evidence: what the speculator was is not what it may be when it is tried again."""
         self._calibration, self.trust = Calibration(self._prior), Trust()
         self._curves.clear()
-
-
-class Priors:
-    """What the sessions of one router have learnt about each kind of speculator.
-
-    Attributes:
-        agreement: of speculators with one another.
-    """
-
-    def __init__(self) -> None:
-        self.agreement = Agreement()
-        self._calibrations: dict[str, Calibration] = {}
-
-    def record(self, kind: str) -> Record:
-        """A new session's record of a kind."""
-        return Record(kind, self._calibrations.setdefault(kind, Calibration()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graftree.errors import AlreadyExists, GraftreeError, LeaseLost
 from graftree.store.sessions import SessionRecord, SessionStore
 from router.request import GenerationPlan
-from router.session import Tools
+from router.tools import Tools
 
 
 class Records:

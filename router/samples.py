@@ -14,7 +14,8 @@ from graftree.v1.generation_pb2 import GenerateResponse, Usage
 from router.events import EventLog
 from router.records import Records
 from router.request import GenerationPlan
-from router.session import Session, Tools
+from router.session import Session
+from router.tools import Tools
 
 
 class Samples:

@@ -10,62 +10,41 @@ decide nothing. A token reaches the client behind its commit.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Iterator, Sequence
 
 import structlog
 
-from graftree.config import RouterConfig
 from graftree.errors import (
     AlreadyExists,
     GraftreeError,
-    LeaseLost,
     NotFound,
     NoVerifier,
     ResourceExhausted,
     Stale,
     Unavailable,
 )
-from graftree.store.committer import Committer, Durability
-from graftree.store.sessions import Commit, SessionRecord
+from graftree.store.sessions import SessionRecord
 from graftree.tree import TokenTree
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1.common_pb2 import TokenLogProb
 from graftree.v1.verification_pb2 import Verdict
+from router.adaptive import AdaptiveSteering
 from router.drafts import Drafts
 from router.events import EventLog
 from router.figures import Figures
-from router.metrics import Metrics, Outcome
-from router.pods import Pods
+from router.merge import Cut
+from router.metrics import Outcome
 from router.request import GenerationPlan
-from router.stops import Delivery, Finish, Stopper, TextSource
+from router.steering import FixedSteering, Steering
+from router.stops import Delivery, Finish, Stopper
+from router.tools import Tools
+from router.trail import Trail
 from router.verifier_seat import VerifierSeat
 
 MAX_TRIES = 8  # openings without a verdict in between
 RETRY_SECONDS = (0.02, 1.0)
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What the sessions of one router share.
-
-    Attributes:
-        detokenizer: prompt ids -> where text comes from.
-        random: for salts and jitter.
-        clock_ns: monotonic nanoseconds.
-    """
-
-    config: RouterConfig
-    pods: Pods
-    committer: Committer
-    metrics: Metrics
-    detokenizer: Callable[[Sequence[int]], TextSource]
-    random: Random
-    clock_ns: Callable[[], int] = time.monotonic_ns
 
 
 class Session:
@@ -113,9 +92,11 @@ class Session:
             salt=record.salt,
             vocab_size=self._vocab_size,
             wire_ids=self._wire_ids,
-            wait_seconds=tools.config.draft_wait_ms / 1000,
+            steering=_steering(plan, tools),
+            priors=tools.priors,
             metrics=tools.metrics,
         )
+        self._trail = Trail(record, tools.committer, self._figures, tools.metrics, tools.clock_ns)
         self._verifier: VerifierSeat | None = None
         self._tree = TokenTree(0)
         self._without = Outcome.PLAIN  # what a round is whose tree is empty
@@ -138,7 +119,7 @@ class Session:
             if restored is None or restored.finish is None:
                 await self._reach_verifier()
                 self._drafts.seat()
-                self._send_step(TokenTree(0))
+                self._send_step(self._drafts.cut())
             if self._sample == 0:
                 self._events.append(self._started())
             self._opened.set()
@@ -151,12 +132,13 @@ class Session:
                 delivery = self._stopper.take(verdict.token_ids)
                 token_ids = list(verdict.token_ids[: delivery.count])
                 self._count(verdict, delivery)
-                commit = self._commit(token_ids, delivery.finish)
+                length = len(self._token_ids) - len(self._plan.prompt_token_ids)
+                commit = self._trail.commit(length, token_ids, finished=delivery.finish is not None)
                 if delivery.finish is None:
                     await self._next_step(token_ids)
                 else:
                     self.close()
-                await self._durable(commit)
+                await self._trail.durable(commit)
                 self._deliver(verdict.token_ids, verdict.log_probs, delivery)
                 if delivery.finish is not None:
                     return self._finished(delivery.finish)
@@ -208,23 +190,26 @@ class Session:
             vocab_size=self._vocab_size,
             prefix_of=prefix_of,
         )
+        self._drafts.reach(self._verifier)
 
-    def _send_step(self, tree: TokenTree) -> None:
+    def _send_step(self, cut: Cut) -> None:
         assert self._verifier is not None, "a verifier was reached"
-        self._tree = tree
+        tree = self._tree = cut.tree
+        self._metrics.draft_tokens_demanded += self._plan.max_nodes
         if not len(tree):
             self._without = self._drafts.silence
         self._verifier.step(tree, len(self._token_ids), self._drafts.proposals(tree))
+        self._drafts.sent(cut)
 
     async def _next_step(self, token_ids: Sequence[int]) -> None:
         """Re-root, send the next step, tell the speculators; in this order unless waiting for them pays."""
         self._token_ids.extend(token_ids)
         self._drafts.reroot(token_ids)
         self._figures.branch_hits += bool(len(self._drafts.tree))
-        if self._drafts.worth_waiting():
+        if wait := self._drafts.worth_waiting():
             self._drafts.commit(token_ids)
             begun = self._tools.clock_ns()
-            await self._drafts.wait()
+            await self._drafts.wait(wait)
             self._figures.draft_wait_ns += self._tools.clock_ns() - begun
             self._send_step(self._drafts.cut())
         else:
@@ -273,43 +258,6 @@ class Session:
             pause = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2 ** (self._tries - 1))
             await asyncio.sleep(pause * self._tools.random.uniform(0.5, 1.5))
 
-    # Committing.
-
-    def _commit(self, token_ids: Sequence[int], finish: Finish | None) -> asyncio.Future[Durability] | None:
-        """Start to write what Redis does not have yet; a resumed generation repeats what it has."""
-        length = len(self._token_ids) - len(self._plan.prompt_token_ids)
-        known = max(0, len(self._record.token_ids) - length)
-        if known >= len(token_ids) and (finish is None or self._record.finished):
-            return None
-        commit = Commit(
-            self._record.session_id,
-            self._record.epoch,
-            length + min(known, len(token_ids)),
-            token_ids[known:],
-            finished=finish is not None,
-            owner=self._record.owner,
-        )
-        writing = asyncio.ensure_future(self._tools.committer.commit(commit))
-        writing.add_done_callback(_retrieve)  # nobody awaits it where the session ends meanwhile
-        return writing
-
-    async def _durable(self, commit: asyncio.Future[Durability] | None) -> None:
-        if commit is None:
-            return
-        begun = self._tools.clock_ns()
-        try:
-            await commit
-        except LeaseLost:
-            raise
-        except GraftreeError as error:
-            # Redis lost or changed the record; the answer is right all the same, only its durability suffers.
-            self._metrics.commit_failures += 1
-            log.warning("commit failed", session=self._record.session_id, reason=str(error))
-        finally:
-            waited = self._tools.clock_ns() - begun
-            self._figures.commit_ns += waited
-            self._metrics.commit_seconds.observe(waited / 1e9)
-
     # Telling the client.
 
     def _count(self, verdict: Verdict, delivery: Delivery) -> None:
@@ -318,6 +266,7 @@ class Session:
             self._metrics.refused_trees += 1
             log.warning("verifier refused a tree", session=self._record.session_id, reason=verdict.tree_error)
             drafted = 0
+        self._drafts.answered(verdict)
         accepted = self._figures.step(verdict, drafted=drafted, delivered=delivery.count)
         self._metrics.count_round(drafted=drafted, accepted=accepted, delivered=delivery.count, without=self._without)
 
@@ -364,13 +313,16 @@ class Session:
         )
 
 
+def _steering(plan: GenerationPlan, tools: Tools) -> Steering:
+    config = tools.config
+    longest, clock = config.draft_wait_ms / 1000, lambda: tools.clock_ns() / 1e9
+    if config.adaptive:
+        return AdaptiveSteering(tools.priors, tools.metrics, most=plan.max_nodes, longest_wait=longest, clock=clock)
+    return FixedSteering(tools.priors, most=plan.max_nodes, longest_wait=longest, clock=clock)
+
+
 def _word(reason: pb.FinishReason) -> str:
     return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
-
-
-def _retrieve(task: asyncio.Future[Durability]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _wire_ids(session_id: str) -> Iterator[str]:

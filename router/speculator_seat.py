@@ -26,6 +26,9 @@ class SpeculatorSeat:
         clock: monotonic seconds.
 
     Attributes:
+        kind: of the speculator.
+        paused: it does not draft.
+        complete: nothing more comes before the next commit.
         latency: average seconds from a commit to the first delta grown from it; None = not seen yet.
         answered: a delta has come since the last commit.
         error: why the speculator gave the session up, once it has.
@@ -49,12 +52,14 @@ class SpeculatorSeat:
         self.link = link
         self.draft_salt = draft_salt
         self.latency: float | None = None
-        self.answered = False
+        self.answered = self.complete = self.paused = False
         self.error: GraftreeError | None = None
         self._wire_id = wire_id
+        self._max_nodes = max_nodes
         self._length = len(token_ids)
         self._sink = sink
         self._clock = clock
+        self._held: list[int] = []  # committed while it is paused, and not told
         self._committed_at: float | None = None  # an open's first delta says nothing about a commit's
         link.join(
             self,
@@ -80,16 +85,32 @@ class SpeculatorSeat:
         return self.link.record.pod_id
 
     @property
+    def kind(self) -> str:
+        return self.link.record.kind
+
+    @property
     def name(self) -> str:
         """Of this opening: what another one says must not be taken for this one's."""
-        return f"{self.link.record.kind}/{self._wire_id}"
+        return f"{self.kind}/{self._wire_id}"
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Tell the speculator what was committed."""
-        self.link.commit(DraftCommit(session_id=self._wire_id, token_ids=token_ids, committed_length=self._length))
-        self._length += len(token_ids)
+    def commit(self, token_ids: Sequence[int], *, living_nodes: int = 0, paused: bool = False) -> None:
+        """Tell the speculator what was committed; while it is paused, only once it is not.
+
+        Args:
+            living_nodes: what its tree is to grow to; 0 = as far as it was opened for.
+            paused: it is to draft nothing from now on.
+        """
+        self._held.extend(token_ids)
+        self.answered = self.complete = paused
+        if paused and self.paused:
+            return
+        self.paused = paused
+        told, self._held = self._held, []
+        commit = DraftCommit(session_id=self._wire_id, token_ids=told, committed_length=self._length, paused=paused)
+        commit.budget_nodes = min(living_nodes, self._max_nodes)
+        self.link.commit(commit)
+        self._length += len(told)
         self._committed_at = self._clock()
-        self.answered = False
 
     def missed(self, waited: float) -> None:
         """Nothing came within `waited` seconds of a commit."""
@@ -104,7 +125,9 @@ class SpeculatorSeat:
         self.error = error
 
     def drafted(self, delta: TreeDelta) -> None:
-        if not self.answered and delta.committed_length == self._length:
+        current = delta.committed_length == self._length and not self.paused
+        self.complete = self.complete or (current and delta.complete)
+        if current and not self.answered:
             self.answered = True
             if self._committed_at is not None:
                 self._learn(self._clock() - self._committed_at)

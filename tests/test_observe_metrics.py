@@ -189,7 +189,7 @@ def stack() -> Iterator[LocalStack]:
         [f"model:{MODEL}", "ngram"],
         in_process=True,
         threads=1,
-        router_options=LISTEN | {"draft_wait_ms": 1000.0},
+        router_options=LISTEN | {"adaptive": False, "draft_wait_ms": 1000.0},
         verifier_options=LISTEN,
         speculator_options=LISTEN,
     ) as running:

@@ -12,6 +12,7 @@ from graftree.sdk.options import Mode, SpeculationOptions
 from graftree.tree import node_id, root_id
 from graftree.v1 import common_pb2
 from graftree.v1.speculation_pb2 import TreeDelta
+from router.budget import FixedBudget
 from router.merge import MergedTree
 from tests.fakes import VOCAB, FakeSpeculator, FakeVerifier, chain, plain
 from tests.router_harness import PROMPT, harness, until
@@ -50,7 +51,7 @@ def tree(**options: Any) -> MergedTree:
 
 def offers(merged: MergedTree, budget: int = 10) -> list[tuple[int, int, list[int]]]:
     """(node, salt, ids of q) of all that goes to the verifier."""
-    cut = merged.cut(budget, 8)
+    cut = merged.cut(FixedBudget(budget), 8).tree
     return [(entry.node, entry.salt, list(entry.proposals.ids)) for entry in merged.proposals(cut)]
 
 
@@ -182,7 +183,7 @@ def proposing(change: Callable[[common_pb2.Proposals], None] = lambda offer: Non
 async def test_proposals_reach_the_verifier() -> None:
     """With the opening's salt, on the node they belong to, once each."""
     verifier, speculator = FakeVerifier(), proposing()
-    async with harness(verifier, speculator, draft_wait_ms=1000) as stack:
+    async with harness(verifier, speculator, adaptive=False, draft_wait_ms=1000) as stack:
         result = await stack.client.generate(token_ids=PROMPT, max_new_tokens=30, **MSS)
         assert list(result.token_ids) == plain(PROMPT, 30)
     salt = speculator.opened[0].draft_salt

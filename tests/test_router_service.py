@@ -342,19 +342,19 @@ async def test_unread_streams_do_not_stop_others() -> None:
 
 
 async def test_waits_for_a_draft_only_where_one_is_due() -> None:
-    """A step with an empty tree waits only when a speculator has been seen to answer in time, and then gains."""
+    """Not adaptive, a step with an empty tree waits if a speculator was seen to answer in time, and then gains."""
     verifier, prompt_one = FakeVerifier(), FakeSpeculator(draft=chain(1))
-    async with harness(verifier, prompt_one, draft_wait_ms=1000) as stack:
+    async with harness(verifier, prompt_one, adaptive=False, draft_wait_ms=1000) as stack:
         result = await stack.client.generate(token_ids=PROMPT, max_new_tokens=40)
         assert list(result.token_ids) == plain(PROMPT, 40)
         assert stack.metrics.draft_waits == stack.metrics.draft_wins > 0
         assert result.speculation.mean_acceptance_length > 1.5
     mute = FakeSpeculator(draft=lambda _: [])
-    async with harness(FakeVerifier(), mute, draft_wait_ms=1000) as stack:
+    async with harness(FakeVerifier(), mute, adaptive=False, draft_wait_ms=1000) as stack:
         result = await stack.client.generate(token_ids=PROMPT, max_new_tokens=40)
         assert list(result.token_ids) == plain(PROMPT, 40)
     silent = FakeSpeculator()
     silent.script = lambda delta: None
-    async with harness(FakeVerifier(), silent, draft_wait_ms=1000) as stack:
+    async with harness(FakeVerifier(), silent, adaptive=False, draft_wait_ms=1000) as stack:
         await stack.client.generate(token_ids=PROMPT, max_new_tokens=40)
         assert stack.metrics.draft_waits == 0

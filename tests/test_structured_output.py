@@ -108,7 +108,8 @@ def stack(model: str, *speculators: str, verifiers: int = 1) -> Iterator[LocalSt
         verifiers=verifiers,
         in_process=True,
         verifier_options=options,
-        router_options={"draft_wait_ms": 500},  # what is drafted decides what is accepted, not this machine's load
+        # What is drafted decides what is accepted, not this machine's load.
+        router_options={"adaptive": False, "draft_wait_ms": 500},
     ) as started:
         yield started
 

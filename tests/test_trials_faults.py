@@ -19,7 +19,7 @@ from tests.drafters import GARBAGE, SCRIPTS, spec
 MODEL = "random:llama?layers=1&seed=3&scale=3"
 PROMPT = [5, 17, 250, 33, 17]
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}]
-PATIENT = {"draft_wait_ms": 1000.0, "tree_budget": 128, "tree_depth": 16}
+PATIENT = {"adaptive": False, "draft_wait_ms": 1000.0, "tree_budget": 128, "tree_depth": 16}
 LARGE = {"max_nodes": 256, "max_depth": 16, "branching": 64}
 PLAIN = SpeculationOptions(off=True)
 
@@ -233,7 +233,7 @@ def test_a_cancelled_session_leaves_no_ghost() -> None:
             [f"model:{model}"],
             in_process=True,
             threads=1,
-            router_options={"draft_wait_ms": 200},
+            router_options={"adaptive": False, "draft_wait_ms": 200},
             speculator_options={"max_sessions": 1},
         ) as stack,
         Client(stack.target) as client,

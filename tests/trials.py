@@ -32,7 +32,7 @@ PROMPT = [32 + (37 * i + 11) % 95 for i in range(12)]  # printable: text begins 
 @contextmanager
 def stack(speculators: list[str], model: str = MODEL, **options: Any) -> Iterator[Client]:
     """Steps wait for a first draft, so that runs are verified however slow the machine is."""
-    router = {"draft_wait_ms": 1000.0, "tree_depth": 4, **options.pop("router_options", {})}
+    router = {"adaptive": False, "draft_wait_ms": 1000.0, "tree_depth": 4, **options.pop("router_options", {})}
     with (
         LocalStack(model, speculators, in_process=True, threads=1, router_options=router, **options) as running,
         Client(running.target) as client,
