@@ -77,6 +77,7 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
             address=self.address,
             model_fingerprint=self.drafter.model_fingerprint,
             vocab_fingerprint=self.drafter.vocab_fingerprint,
+            llm_identity=self.drafter.llm_identity,
             vocab_size=self.drafter.vocab_size,
             max_context=self.drafter.max_context,
             max_sessions=self.config.max_sessions,

@@ -227,3 +227,13 @@ async def test_other_errors_keep_their_name(registry: Registry, redis: Redis) ->
     await redis.set(PODS, "no hash")
     with pytest.raises(GraftreeError, match="WRONGTYPE"):
         await registry.register(VERIFIER)
+
+
+async def test_an_ssm_for_another_llm_is_refused(redis: Redis) -> None:
+    """A speculator made for one LLM is not registered beside a verifier of another; one made for any is."""
+    registry = Registry(redis, lease_seconds=5)
+    await registry.register(replace(VERIFIER, llm_identity="a" * 64))
+    await registry.register(replace(SPECULATOR, llm_identity="a" * 64))
+    await registry.register(replace(SPECULATOR, pod_id="for-any"))
+    with pytest.raises(Incompatible, match="made for the LLM b.*serves a"):
+        await registry.register(replace(SPECULATOR, pod_id="for-another", llm_identity="b" * 64))

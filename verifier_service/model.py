@@ -9,7 +9,7 @@ import torch
 
 from graftree.config import VerifierConfig
 from graftree.errors import ConfigError, Incompatible
-from graftree.models.load import load
+from graftree.models.load import llm_identity, load
 from graftree.models.runner import TreeRunner, chain_rows
 from graftree.models.uri import ModelUri
 from graftree.step_time import StepTime
@@ -48,6 +48,11 @@ def load_runner(config: VerifierConfig) -> Runner:
     runner = TreeRunner(loaded, kv_tokens=tokens, block_size=config.block_size)
     _warm_up(runner, config)
     return runner
+
+
+def identity(config: VerifierConfig) -> str:
+    """`llm_identity` of the LLM, for SSMs that were made for it; "" = not known."""
+    return "" if ModelUri.parse(config.model).kind == "standin" else llm_identity(config.model)
 
 
 def step_time(runner: Runner, config: VerifierConfig) -> StepTime | None:

@@ -21,7 +21,7 @@ from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.counters import Counters
 from verifier_service.engine import Engine, Runner
 from verifier_service.exports import EXPORTS
-from verifier_service.model import load_runner, step_time
+from verifier_service.model import identity, load_runner, step_time
 from verifier_service.scheduler import Scheduler
 from verifier_service.service import REVISION, VerificationServicer
 from verifier_service.step_times import StepTimes
@@ -38,6 +38,7 @@ class VerifierPod(Pod[VerifierConfig]):
     _runner: Runner
     _step_times: StepTimes
     _engine: Engine
+    _llm_identity = ""
     _worker: Worker | None = None
     _servicer: VerificationServicer
 
@@ -54,11 +55,14 @@ class VerifierPod(Pod[VerifierConfig]):
             asyncio.to_thread(load_runner, self.config), asyncio.to_thread(_prepare, grammars)
         )
         spec = self._runner.spec
+        self._llm_identity = await asyncio.to_thread(identity, self.config)
         self._step_times = StepTimes(await asyncio.to_thread(step_time, self._runner, self.config))
         self._engine = Engine(
             self._runner,
             prefix_cache=self.config.prefix_cache,
+            kv_reserve=self.config.kv_reserve,
             step_times=self._step_times,
+            tracer=self.tracer,
             max_sessions=self.config.max_sessions,
             step_tokens=self.config.step_tokens,
             grammars=grammars,
@@ -92,6 +96,7 @@ class VerifierPod(Pod[VerifierConfig]):
             address=self.address,
             model_fingerprint=spec.fingerprint,
             vocab_fingerprint=spec.vocab_fingerprint,
+            llm_identity=self._llm_identity,
             vocab_size=spec.vocab_size,
             max_context=spec.max_context,
             max_sessions=self.config.max_sessions,

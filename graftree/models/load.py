@@ -36,12 +36,14 @@ class LoadedModel:
     Attributes:
         draft_ids: (H,) int64 for an SSM package: the token of each entry of a logits row; None = they are the tokens.
         tokenizer_uri: whose tokens these are; of an SSM package its LLM.
+        made_for: `llm_identity` of an SSM package's LLM; "" of a model that is no package.
     """
 
     model: PreTrainedModel
     spec: ModelSpec
     draft_ids: torch.Tensor | None = None
     tokenizer_uri: str = ""
+    made_for: str = ""
 
 
 def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
@@ -129,7 +131,7 @@ def _load_ssm(uri: ModelUri, dtype: str, where: torch.device) -> LoadedModel:
         token_count=tokenizer.token_count,
     )
     torch.nn.Module.to(model, where)
-    return LoadedModel(model, spec, draft_ids.to(where), str(llm))
+    return LoadedModel(model, spec, draft_ids.to(where), str(llm), card.llm_identity)
 
 
 def few_layers(llm: ModelUri, layers: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:

@@ -49,6 +49,8 @@ class PodRecord:
         max_sessions: sessions it takes; 0 = not limited.
         sessions: sessions open on it.
         draining: takes no new sessions.
+        llm_identity: of a verifier's LLM whatever its dtype, or of the LLM that a speculator's SSM was made for;
+            empty = for any.
     """
 
     pod_id: Name
@@ -62,6 +64,7 @@ class PodRecord:
     max_sessions: Count = 0
     sessions: Count = 0
     draining: bool = False
+    llm_identity: Fingerprint = ""
 
 
 # Unknown fields are ignored: a newer pod may say more.
@@ -93,7 +96,7 @@ class Registry:
         """Enter a pod, or replace what an earlier life of the same pod id entered.
 
         Raises:
-            Incompatible: does not fit the live verifiers; names both fingerprints and the verifier.
+            Incompatible: does not fit the live verifiers; names what differs, both fingerprints and the verifier.
             InvalidArgument: a field of the record is outside its limit.
             ResourceExhausted: MAX_PODS are registered.
         """
@@ -106,11 +109,12 @@ class Registry:
             record.model_fingerprint,
             record.vocab_fingerprint,
             MAX_PODS,
+            record.llm_identity,
         )
         with translated():
             reply = await self._renew.run(self.redis, KEYS, arguments)
         if reply[0] == b"UNFIT":
-            raise Incompatible(_misfit(record, reply[1].decode(), reply[2].decode()))
+            raise Incompatible(_misfit(record, *(part.decode() for part in reply[1:4])))
         if reply[0] == b"FULL":
             raise ResourceExhausted(f"{MAX_PODS} pods are registered", self.lease_seconds)
 
@@ -155,11 +159,16 @@ def _encode(record: PodRecord) -> str:
     return text
 
 
-def _misfit(record: PodRecord, verifier: str, theirs: str) -> str:
+def _misfit(record: PodRecord, verifier: str, theirs: str, what: str) -> str:
     if record.tier == "verifier":
         return (
             f"verifier {record.pod_id} has model {record.model_fingerprint}, but verifier {verifier} serves model "
             f"{theirs}: sessions could not move between them"
+        )
+    if what == "llm":
+        return (
+            f"speculator {record.pod_id} ({record.kind}) was made for the LLM {record.llm_identity}, but verifier "
+            f"{verifier} serves {theirs}"
         )
     return (
         f"speculator {record.pod_id} ({record.kind}) has vocabulary {record.vocab_fingerprint}, but verifier "

@@ -1,5 +1,6 @@
 -- Writes a pod's record and lease, if its model fits the live verifiers' and there is room.
--- KEYS: pods, leases.  ARGV: pod id, record (JSON), lease ms, tier, model fingerprint, vocabulary fingerprint, most pods.
+-- KEYS: pods, leases.  ARGV: pod id, record (JSON), lease ms, tier, model fingerprint, vocabulary fingerprint, most pods,
+-- the LLM's identity.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local id, tier, model, vocabulary = ARGV[1], ARGV[4], ARGV[5], ARGV[6]
@@ -11,7 +12,11 @@ if tier == 'verifier' or tier == 'speculator' then
       local theirs = tier == 'verifier' and pod.model_fingerprint or pod.vocab_fingerprint
       local ours = tier == 'verifier' and model or vocabulary
       if type(theirs) == 'string' and theirs ~= '' and ours ~= '' and theirs ~= ours then
-        return { 'UNFIT', other, theirs }
+        return { 'UNFIT', other, theirs, tier == 'verifier' and 'model' or 'vocabulary' }
+      end
+      local served, made_for = pod.llm_identity, ARGV[8]
+      if tier == 'speculator' and type(served) == 'string' and served ~= '' and made_for ~= '' and served ~= made_for then
+        return { 'UNFIT', other, served, 'llm' }
       end
     end
   end

@@ -27,6 +27,7 @@ def package(student: PreTrainedModel, draft_ids: list[int], card: SsmCard, direc
     }
     tensors[DRAFT_IDS] = torch.tensor(draft_ids, dtype=torch.int32)
     save_file(tensors, directory / WEIGHTS)
+    (directory / WEIGHTS).chmod(0o644)  # the library writes files for their owner alone
     card.write(directory)
     size = (directory / WEIGHTS).stat().st_size / 1e6
     (directory / README).write_text(_text(card, size, notes))

@@ -114,6 +114,7 @@ class Drafter(ABC):
     Attributes:
         model_fingerprint: SHA-256 over the SSM's weights; "" without a model.
         vocab_fingerprint: SHA-256 over the token table; "" = works with any.
+        llm_identity: of the LLM that its SSM was made for (`graftree.models.load.llm_identity`); "" = for any.
         vocab_size: tokens it can draft; 0 = any.
         max_context: longest sequence it can look at, in tokens; 0 = any. Longer sessions are refused, and nothing
             is drafted from beyond it.
@@ -122,6 +123,7 @@ class Drafter(ABC):
 
     model_fingerprint: str = ""
     vocab_fingerprint: str = ""
+    llm_identity: str = ""
     vocab_size: int = 0
     max_context: int = 0
     inline: ClassVar[bool] = False

@@ -73,6 +73,7 @@ class ModelDrafter(Drafter):
         loaded = load(uri, dtype=dtype, device=device)
         self.model_fingerprint = loaded.spec.fingerprint
         self.vocab_fingerprint = loaded.spec.vocab_fingerprint
+        self.llm_identity = loaded.made_for
         self.vocab_size = loaded.spec.vocab_size
         self.max_context = loaded.spec.max_context
         wanted = max_sessions * (self.max_context + max_nodes)
