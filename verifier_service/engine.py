@@ -28,6 +28,7 @@ from graftree.errors import (
     Unavailable,
 )
 from graftree.grammar import Grammars
+from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.models.blocks import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
@@ -37,6 +38,7 @@ from graftree.step_time import Sample, StepTime
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.counters import Counters
+from verifier_service.spans import Spans
 from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
@@ -74,6 +76,7 @@ class Engine:
         max_sessions: int,
         step_tokens: int,
         prefix_cache: bool = True,
+        tracer: Tracer = NO_TRACER,
         grammars: Grammars | None = None,
         step_times: StepTimes | None = None,
         clock: Clock = time.monotonic_ns,
@@ -85,6 +88,7 @@ class Engine:
             step_tokens: most rows of one forward.
             prefix_cache: whether sessions find the rows of texts that others began with.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
+            tracer: of sessions and steps.
             step_times: follows what forwards take; None = nothing was measured.
             clock: monotonic nanoseconds.
         """
@@ -103,6 +107,7 @@ class Engine:
             reuse=prefix_cache,
             counters=self.counters,
         )
+        self._spans = Spans(tracer)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
         self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
@@ -183,6 +188,7 @@ class Engine:
         self._awaited.clear()
         started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
+        span = self._spans.step(shares)
             outputs = self._runner.forward([share.rows() for share in shares])
         except Exception as error:
             log.exception("forward failed", sessions=len(shares), rows=sum(map(len, shares)))
@@ -190,6 +196,7 @@ class Engine:
                 self._fail(share.session, GraftreeError(f"the model's forward failed: {type(error).__name__}"))
             return True
         forwarded = self._clock()
+            span.end(error)
         self.counters.forwards += 1
         self.counters.forward_ns += forwarded - started
         for share, logits in zip(shares, outputs, strict=True):
@@ -214,6 +221,7 @@ class Engine:
                 self._awaited.add(session)
         ended = self._clock()
         if ended > started:
+        span.end()
             rows = sum(map(len, shares))
             self.step_times.observe(Sample(rows, len(shares), context, (ended - started) / 1e9))
         self._patience_ends = ended + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
@@ -273,6 +281,7 @@ class Engine:
         self._reservations.take(session)
         if source := stream.sessions.get(message.prefix_of):
             session.wait_for(source)
+        self._spans.opened(session, message.traceparent)
             self._joining[session] = None
         stream.sessions[session.session_id] = session
         self._scheduler.add(session)
@@ -335,6 +344,7 @@ class Engine:
         self.counters.refused += 1
         self._answer(stream, to_failure(session_id, error))
 
+        self._spans.closed(session)
     def _fail(self, session: Session, error: GraftreeError) -> None:
         self.counters.sessions_failed += 1
         self._drop(session)

@@ -20,8 +20,22 @@ def _accepted_per_position(pod: VerifierPod) -> dict[tuple[str, ...], float]:
     return {(str(depth),): count for depth, count in enumerate(list(pod.counters.num_accepted_tokens_per_pos))}
 
 
+_APART = ("forward_ns", "prefix_cache_queries", "prefix_cache_hits")
+
 EXPORTS: list[Export[VerifierPod]] = [
-    *counters_of("graftree_verifier", Counters, lambda pod: pod.counters, leave_out=["forward_ns"]),
+    *counters_of("graftree_verifier", Counters, lambda pod: pod.counters, leave_out=_APART),
+    Export(
+        "graftree_prefix_cache_queries_total",
+        "counter",
+        "Tokens before the root that sessions opened with.",
+        lambda pod: pod.counters.prefix_cache_queries,
+    ),
+    Export(
+        "graftree_prefix_cache_hits_total",
+        "counter",
+        "Of these, the ones whose KV rows were in the pool already.",
+        lambda pod: pod.counters.prefix_cache_hits,
+    ),
     Export(
         "graftree_verifier_accepted_tokens_per_pos_total",
         "counter",

@@ -7,7 +7,8 @@ not full (copy-on-write, where the one write that could come is known beforehand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from graftree.errors import ContextTooLong
@@ -38,7 +39,7 @@ class Reservations:
             counters: where rows that need not be computed are counted.
         """
         self._pool, self._kv, self._counters, self._reuse = pool, kv, counters, reuse
-        self._origin = fingerprint.encode()
+        self._fingerprint = fingerprint
 
     def take(self, session: Session) -> None:
         """Reserve all that the session can need. What is known of its text need not be computed.
@@ -55,7 +56,7 @@ class Reservations:
         known: list[int] = []
         if self._reuse:
             # The root's own row is always computed: its logits are wanted.
-            session.block_names = block_names(self._origin, session.token_ids[:-1], size)
+            session.block_names = block_names(self._origin(session), session.token_ids[:-1], size)
             known = pool.share(session.block_names)
             self._counters.prefix_cache_queries += len(session.token_ids) - 1
             self._counters.prefix_cache_hits += len(known) * size
@@ -88,7 +89,7 @@ class Reservations:
             return
         names = session.block_names
         names += block_names(
-            names[-1] if names else self._origin, session.token_ids[len(names) * size : full * size], size
+            names[-1] if names else self._origin(session), session.token_ids[len(names) * size : full * size], size
         )
         for index in range(session.published, full):
             self._pool.publish(session.blocks[index], names[index])
@@ -98,3 +99,11 @@ class Reservations:
         """Give everything back; what was published stays known until its place is needed."""
         self._pool.free(session.blocks)
         session.blocks = []
+    def _origin(self, session: Session) -> bytes:
+        """What block names begin with.
+
+        Every tenant's with something else: whether somebody else has asked the same before must not show, not even
+        in how soon an answer begins.
+        """
+        return hashlib.sha256(f"{self._fingerprint}\0{session.tenant}".encode()).digest()
+
