@@ -32,7 +32,7 @@ class SuffixAutomaton:
     """Substrings of one growing text.
 
     Appending costs amortised O(max_match) and a look-up O(max_match), both whatever the length of the text; where a
-    state is split its transitions are copied. Memory: at most 2 states and 3 transitions a token, 20 bytes for each
+    state is split its transitions are copied. Memory: at most 2 states and 3 transitions a token, 24 bytes for each
     state and a dict for each that has more than one transition; seen: 120 to 180 bytes a token.
 
     Args:
@@ -48,7 +48,7 @@ class SuffixAutomaton:
         self._tokens = 0
         self._link, self._length, self._count = array("i", [_NONE]), array("i", [0]), array("i", [0])
         # Most states have one transition: it needs no dict. Dicts are in order of use, the latest last.
-        self._token, self._target = array("i", [_NONE]), array("i", [_NONE])
+        self._token, self._target = array("q", [_NONE]), array("i", [_NONE])
         self._branches: dict[int, dict[int, int]] = {}
         self._last = ROOT  # the whole text
         self._tail = ROOT  # its suffix of up to max_match + 1 tokens
