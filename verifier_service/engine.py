@@ -28,20 +28,20 @@ from graftree.errors import (
     Unavailable,
 )
 from graftree.grammar import Grammars
-from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.models.blocks import BlockPool
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
+from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.rpc.status import to_failure
 from graftree.sampling import describe, process
 from graftree.step_time import Sample, StepTime
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.counters import Counters
-from verifier_service.spans import Spans
 from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
+from verifier_service.spans import Spans
 from verifier_service.step_times import StepTimes
 
 log = structlog.get_logger(__name__)
@@ -76,9 +76,9 @@ class Engine:
         max_sessions: int,
         step_tokens: int,
         prefix_cache: bool = True,
-        tracer: Tracer = NO_TRACER,
         grammars: Grammars | None = None,
         step_times: StepTimes | None = None,
+        tracer: Tracer = NO_TRACER,
         clock: Clock = time.monotonic_ns,
     ) -> None:
         """
@@ -88,8 +88,8 @@ class Engine:
             step_tokens: most rows of one forward.
             prefix_cache: whether sessions find the rows of texts that others began with.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
-            tracer: of sessions and steps.
             step_times: follows what forwards take; None = nothing was measured.
+            tracer: of sessions and steps.
             clock: monotonic nanoseconds.
         """
         self.counters = Counters()
@@ -186,17 +186,17 @@ class Engine:
         if not shares:
             return False
         self._awaited.clear()
+        span = self._spans.step(shares)
         started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
-        span = self._spans.step(shares)
             outputs = self._runner.forward([share.rows() for share in shares])
         except Exception as error:
             log.exception("forward failed", sessions=len(shares), rows=sum(map(len, shares)))
             for share in shares:
                 self._fail(share.session, GraftreeError(f"the model's forward failed: {type(error).__name__}"))
+            span.end(error)
             return True
         forwarded = self._clock()
-            span.end(error)
         self.counters.forwards += 1
         self.counters.forward_ns += forwarded - started
         for share, logits in zip(shares, outputs, strict=True):
@@ -219,9 +219,9 @@ class Engine:
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
                 self._awaited.add(session)
+        span.end()
         ended = self._clock()
         if ended > started:
-        span.end()
             rows = sum(map(len, shares))
             self.step_times.observe(Sample(rows, len(shares), context, (ended - started) / 1e9))
         self._patience_ends = ended + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
@@ -279,9 +279,9 @@ class Engine:
             raise ResourceExhausted(f"{self.sessions} sessions open, at most {self._max_sessions}")
         session = Session.open(message, stream, self._spec, self._grammars)
         self._reservations.take(session)
+        self._spans.opened(session, message.traceparent)
         if source := stream.sessions.get(message.prefix_of):
             session.wait_for(source)
-        self._spans.opened(session, message.traceparent)
             self._joining[session] = None
         stream.sessions[session.session_id] = session
         self._scheduler.add(session)
@@ -344,7 +344,6 @@ class Engine:
         self.counters.refused += 1
         self._answer(stream, to_failure(session_id, error))
 
-        self._spans.closed(session)
     def _fail(self, session: Session, error: GraftreeError) -> None:
         self.counters.sessions_failed += 1
         self._drop(session)
@@ -358,6 +357,7 @@ class Engine:
         for waiting in [other for other in self._joining if other.source is session]:
             self._join(waiting)
         self._reservations.release(session)
+        self._spans.closed(session)
         self.sessions -= 1
 
 

@@ -12,8 +12,8 @@ from graftree.errors import ContextTooLong, InvalidArgument, InvalidTree
 from graftree.grammar import Grammars
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
-from graftree.sampling import GREEDY, SamplingContext, SamplingParams
 from graftree.observe.tracing import NO_SPAN, Span
+from graftree.sampling import GREEDY, SamplingContext, SamplingParams
 from graftree.tree import MAX_TREE_NODES, TokenTree, node_id, root_id
 from graftree.v1 import common_pb2, verification_pb2
 from kernels import chain_masks
@@ -81,9 +81,9 @@ class Session:
     processed_log_probs: bool
     blocks: list[int] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)  # of its first full blocks; filled as they are needed
-    published: int = 0  # full blocks that other sessions may find
     tenant: str = ""  # whose it is: rows are shared among its own sessions only
     span: Span = NO_SPAN
+    published: int = 0  # full blocks that other sessions may find
     cached: int = 0
     step: Step | None = None
     source: Session | None = None  # whose first `shared` rows this session waits for
@@ -107,9 +107,9 @@ class Session:
             "session_id", len(message.session_id), 0 < len(message.session_id) <= MAX_ID_LENGTH, "1 to 128 characters"
         )
         _check("token_ids", 0, bool(tokens), "at least one token")
+        _check("tenant", len(message.tenant), len(message.tenant) <= MAX_ID_LENGTH, "at most 128 characters")
         if limit > spec.max_context:
             raise ContextTooLong("max_length", limit, f"the model's context is {spec.max_context} tokens")
-        _check("tenant", len(message.tenant), len(message.tenant) <= MAX_ID_LENGTH, "at most 128 characters")
         if len(tokens) >= limit:
             raise ContextTooLong(
                 "token_ids", len(tokens), f"fewer than max_length {limit}: one token must fit behind"
@@ -159,9 +159,9 @@ class Session:
             max_nodes=message.max_nodes,
             log_probs=message.log_probs,
             alternatives=message.alternatives,
+            tenant=message.tenant,
             processed_log_probs=mode == common_pb2.LOG_PROBS_MODE_PROCESSED,
         )
-            tenant=message.tenant,
 
     @property
     def rows_reserved(self) -> int:
