@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from graftree.observe.exports import Export, Reading, counters_of
-from router.metrics import Metrics
+from router.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:
     from router.pod import RouterPod
@@ -35,6 +35,10 @@ def _counter(name: str, help_: str, read: Callable[[RouterPod], float]) -> Expor
 def _pods(pod: RouterPod) -> dict[tuple[str, ...], float]:
     # "refused: why" is one state
     return dict(Counter((info.tier, info.state.partition(":")[0]) for info in pod.pods.infos()))
+
+
+def _by_outcome(values: Mapping[Outcome, float]) -> dict[tuple[str, ...], float]:
+    return {(str(outcome),): value for outcome, value in values.items()}
 
 
 EXPORTS: list[Export[RouterPod]] = [
@@ -75,8 +79,22 @@ EXPORTS: list[Export[RouterPod]] = [
     Export(
         "graftree_router_rounds_total",
         "counter",
-        "Verify steps by what became of their speculation: plain, alone, late, empty, rejected, accepted.",
-        lambda pod: {(str(outcome),): count for outcome, count in pod.metrics.outcomes.items()},
+        "Verify steps by what became of their speculation: first, plain, alone, late, empty, rejected, accepted.",
+        lambda pod: _by_outcome(pod.metrics.outcomes),
+        labels=("outcome",),
+    ),
+    Export(
+        "graftree_router_round_seconds_total",
+        "counter",
+        "Time of rounds from verdict to verdict, those with a prefill left out, by outcome.",
+        lambda pod: _by_outcome(pod.metrics.round_seconds),
+        labels=("outcome",),
+    ),
+    Export(
+        "graftree_router_round_tokens_total",
+        "counter",
+        "Tokens delivered by these rounds; tokens over seconds, with a tree and without, is what speculation gains.",
+        lambda pod: _by_outcome(pod.metrics.round_tokens),
         labels=("outcome",),
     ),
     Export(
@@ -138,6 +156,11 @@ EXPORTS: list[Export[RouterPod]] = [
         "router_sessions_dropped",
         "Finished sessions given up unwritten, for want of room.",
         lambda pod: pod.committer.sessions_dropped,
+    ),
+    _counter(
+        "router_key_reload_failures",
+        "Times that a replaced file of API keys could not be read; the one before stays in force.",
+        lambda pod: pod.edge.keys.files.failures if pod.edge.keys is not None else 0,
     ),
     # Scaling.
     _gauge(

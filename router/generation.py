@@ -15,9 +15,11 @@ import structlog
 
 from graftree.errors import Cancelled, GraftreeError
 from graftree.grammar import Grammars
+from graftree.observe import logs
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
+from router.caller import NOBODY, Caller, public_id
 from router.events import EventLog
 from router.records import Records
 from router.request import GenerationPlan
@@ -36,6 +38,7 @@ class Generation:
     Args:
         message: checked already (`router.request.check`).
         over: called once, when nothing will follow.
+        caller: on whose behalf; `identifier` is in its scope.
         after: tasks of earlier generations under this id, which still hold its record.
     """
 
@@ -49,6 +52,7 @@ class Generation:
         records: Records,
         tools: Tools,
         over: Callable[[Generation], None],
+        caller: Caller = NOBODY,
         after: Sequence[asyncio.Task[None]] = (),
     ) -> None:
         self.identifier = identifier
@@ -61,10 +65,14 @@ class Generation:
         self._records = records
         self._tools = tools
         self._over = over
+        self._caller = caller
         self._after = after
         self._readers = 0
         self._samples: Samples | None = None
         self.arrived_ns = tools.clock_ns()
+        self._span = tools.tracer.start(
+            "generate", parent=caller.traceparent, kind="server", request_id=public_id(identifier)
+        )
         self.task = asyncio.create_task(self._run(), name=f"generation {identifier}")
 
     @contextmanager
@@ -92,6 +100,7 @@ class Generation:
         self._end(error)
 
     async def _run(self) -> None:
+        logs.bind(request_id=public_id(self.identifier), tenant=self._caller.tenant, trace_id=self._span.trace_id)
         try:
             if self._after:
                 await asyncio.wait(self._after)
@@ -114,6 +123,7 @@ class Generation:
                 reason = "abort" if isinstance(error, Cancelled) else "error"
                 self._tools.metrics.finish_reasons[reason] += 1
             self.events.end(error)
+            self._span.end(error)
             self._over(self)
 
     async def _plan(self) -> GenerationPlan:
@@ -138,4 +148,5 @@ class Generation:
         )
         if plan.structured_output is not None:
             self._grammars.ends(plan.stops.stop_token_ids)
-        return plan
+        self._span.set(prompt_tokens=len(prompt), samples=plan.samples)
+        return replace(plan, tenant=self._caller.tenant, traceparent=self._span.traceparent)

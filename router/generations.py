@@ -12,6 +12,7 @@ from graftree.store.sessions import SessionStore
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
+from router.caller import NOBODY, Caller, public_id
 from router.generation import Generation
 from router.records import Records
 from router.tools import Tools
@@ -67,8 +68,8 @@ class Generations:
         arrived = [generation.arrived_ns for generation in self._running.values() if generation.waits]
         return (self._tools.clock_ns() - min(arrived)) / 1e9 if arrived else 0.0
 
-    def start(self, message: GenerateRequest) -> Generation:
-        """A new generation, or the one under this request id.
+    def start(self, message: GenerateRequest, caller: Caller = NOBODY) -> Generation:
+        """A new generation, or the caller's one under this request id.
 
         Raises:
             InvalidArgument: names the field that is out of range.
@@ -78,12 +79,12 @@ class Generations:
         """
         metrics = self._tools.metrics
         metrics.requests += 1
-        identifier = requests.request_id(message, self._identifiers)
+        identifier = caller.scoped(requests.request_id(message, self._identifiers))
         requests.check(message, self._config)
         known = self._running.get(identifier) or self._replays.get(identifier)
         if known is not None:
             if known.digest != requests.digest(message):
-                raise AlreadyExists(f"request {identifier} exists and is a different one")
+                raise AlreadyExists(f"request {public_id(identifier)} exists and is a different one")
             metrics.attached += 1
             return known
         if self.draining:
@@ -99,6 +100,7 @@ class Generations:
             records=self._records,
             tools=self._tools,
             over=self._over,
+            caller=caller,
             after=[task for task, name in self._leaving.items() if name == identifier],
         )
         self._running[identifier] = generation

@@ -18,6 +18,7 @@ import grpc
 from graftree.errors import GraftreeError, Incompatible, Unavailable
 from graftree.rpc.options import CHANNEL_OPTIONS
 from graftree.rpc.status import from_failure, from_rpc
+from graftree.security.tls import ClientTls
 from graftree.step_time import StepTime
 from graftree.store.registry import PodRecord
 from graftree.v1 import speculation_pb2_grpc, verification_pb2_grpc
@@ -71,6 +72,7 @@ class Link(ABC, Generic[M]):
     Attributes:
         hello: the pod's own, once connected.
         load: its last word on itself.
+        tls: of the connection; None = plaintext.
         on_change: called when it becomes able or unable to take a session.
         members: wire id -> session.
     """
@@ -86,6 +88,7 @@ class Link(ABC, Generic[M]):
         self._others = record.sessions  # sessions of other routers
         self._own_hello = hello
         self._connect_timeout = connect_timeout
+        self.tls: ClientTls | None = None
         self._queue: list[Any] = []
         self._queued = asyncio.Event()
         self._owed = 0  # credits to give back
@@ -127,7 +130,10 @@ class Link(ABC, Generic[M]):
             Incompatible: another protocol revision.
             InvalidArgument: figures that cannot be right.
         """
-        self._channel = grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS)
+        if self.tls is None:
+            self._channel = grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = self.tls.channel(self.record.address, CHANNEL_OPTIONS)
         self._call = self._start_call(self._channel)
         try:
             async with asyncio.timeout(self._connect_timeout):

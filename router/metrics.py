@@ -13,6 +13,7 @@ from graftree.observe.histogram import ITL_SECONDS, REQUEST_SECONDS, TTFT_SECOND
 class Outcome(StrEnum):
     """What became of a round's speculation."""
 
+    FIRST = "first"  # behind the prompt, or on another verifier: nobody can have drafted yet
     PLAIN = "plain"  # nobody wanted a tree
     ALONE = "alone"  # wanted, but no speculator has the session
     LATE = "late"  # nothing had come, and not all of them had answered, when the step was sent
@@ -41,6 +42,7 @@ class Metrics:
         accepted_per_position: [depth] draft tokens accepted, a child of the root first.
         delivered_tokens: tokens sent to clients.
         outcomes: rounds by what became of their speculation.
+        round_seconds, round_tokens: time and delivered tokens of rounds without a prefill, by the same.
         offered_nodes: tree nodes considered for a verify step; draft_tokens of them were worth a row.
         budget: nodes of a step, on average over the latest ones that had any to choose from.
         dropped_speculators: speculators put to rest in a session because they did not pay for themselves.
@@ -98,6 +100,8 @@ class Metrics:
     commit_failures: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    round_seconds: dict[Outcome, float] = field(default_factory=lambda: dict.fromkeys(Outcome, 0.0))
+    round_tokens: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     finish_reasons: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0)
     )
@@ -108,7 +112,9 @@ class Metrics:
     commit_seconds: Histogram = field(default_factory=partial(Histogram, ITL_SECONDS))
     draft_seconds: Histogram = field(default_factory=partial(Histogram, ITL_SECONDS))
 
-    def count_round(self, *, drafted: int, accepted: int, delivered: int, without: Outcome) -> None:
+    def count_round(
+        self, *, drafted: int, accepted: int, delivered: int, without: Outcome, seconds: float | None = None
+    ) -> None:
         """One verify step.
 
         Args:
@@ -116,16 +122,22 @@ class Metrics:
             accepted: draft tokens accepted and delivered.
             delivered: these and, where the answer goes on, the bonus token.
             without: what a round is that has no tree.
+            seconds: from the verdict before; None where that is not what a round takes.
         """
         self.rounds += 1
         self.delivered_tokens += delivered
+        outcome = without
+        if drafted:
+            outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
+        self.outcomes[outcome] += 1
+        if seconds is not None:
+            self.round_seconds[outcome] += seconds
+            self.round_tokens[outcome] += delivered
         if not drafted:
-            self.outcomes[without] += 1
             return
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        self.outcomes[Outcome.ACCEPTED if accepted else Outcome.REJECTED] += 1
         self.accepted_per_position.extend([0] * (accepted - len(self.accepted_per_position)))
         for depth in range(accepted):
             self.accepted_per_position[depth] += 1

@@ -14,12 +14,14 @@ from graftree.config import RouterConfig
 from graftree.grammar import Grammars
 from graftree.observe.exports import Export
 from graftree.pod import Adder, Pod
+from graftree.security.tls import ClientTls, ServerTls, TlsFiles
 from graftree.store.committer import Committer
 from graftree.store.registry import PodRecord
 from graftree.store.sessions import SessionStore
 from graftree.text.detokenize import Detokenizer
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2, generation_pb2_grpc
+from router.edge import Edge
 from router.exports import EXPORTS
 from router.generations import Generations
 from router.metrics import Metrics
@@ -43,6 +45,7 @@ class RouterPod(Pod[RouterConfig]):
 
     tokenizer: Tokenizer
     pods: Pods
+    edge: Edge
     generations: Generations
     metrics: Metrics
     signals: Signals
@@ -52,14 +55,21 @@ class RouterPod(Pod[RouterConfig]):
         self.metrics = Metrics()
         self._random = random_source or random.SystemRandom()
         self._committer: Committer | None = None
+        self._peer_tls: ClientTls | None = None
 
     async def load(self) -> None:
         """Load the tokenizer.
 
         Raises:
             InvalidArgument: `model` names none.
+            ConfigError: a key of TLS, API keys or audit does not fit.
         """
         config = self.config
+        if config.peer_ca or config.peer_certificate or config.peer_key or config.peer_name:
+            names = ("peer_certificate", "peer_key", "peer_ca")
+            files = TlsFiles(config.peer_certificate, config.peer_key, config.peer_ca, names)
+            self._peer_tls = ClientTls(files, config.peer_name)
+        self.edge = Edge(config)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
         store = SessionStore(self.redis, ttl_seconds=RECORD_SECONDS)
         self._committer = Committer(store, time.monotonic, lease_seconds=config.lease_seconds)
@@ -69,6 +79,7 @@ class RouterPod(Pod[RouterConfig]):
             vocab_fingerprint=self.tokenizer.vocab_fingerprint,
             metrics=self.metrics,
             random=self._random,
+            tls=self._peer_tls,
         )
         self.signals = Signals(self.metrics, lambda: self.pods.speculator_count)
         tools = Tools(
@@ -78,6 +89,7 @@ class RouterPod(Pod[RouterConfig]):
             metrics=self.metrics,
             detokenizer=partial(Detokenizer, self.tokenizer),
             random=self._random,
+            tracer=self.tracer,
         )
         self.generations = Generations(
             config,
@@ -91,6 +103,7 @@ class RouterPod(Pod[RouterConfig]):
     def services(self) -> list[tuple[str, Adder]]:
         servicer = GenerationServicer(
             self.config.model,
+            edge=self.edge,
             generations=self.generations,
             pods=self.pods,
             tokenizer=self.tokenizer,
@@ -100,6 +113,10 @@ class RouterPod(Pod[RouterConfig]):
 
     def exports(self) -> list[Export[Any]]:
         return [*super().exports(), *EXPORTS]
+
+    @property
+    def tls_sides(self) -> dict[str, ServerTls | ClientTls | None]:
+        return super().tls_sides | {"peer": self._peer_tls}
 
     @property
     def committer(self) -> Committer:
@@ -148,6 +165,7 @@ class RouterPod(Pod[RouterConfig]):
         await self.generations.close()
         await self.pods.close()
         await self._committer.close()
+        self.edge.close()
         log.debug("router closed", **self.metrics.as_dict())
 
     async def _follow_verifiers(self) -> None:

@@ -17,6 +17,7 @@ import structlog
 
 from graftree.config import RouterConfig
 from graftree.errors import GraftreeError, Incompatible, NoVerifier, ResourceExhausted, Unavailable
+from graftree.security.tls import ClientTls
 from graftree.store.registry import PodRecord
 from graftree.v1.common_pb2 import StreamHello
 from graftree.v1.generation_pb2 import GetModelInfoResponse
@@ -75,6 +76,7 @@ class Pods:
         source: the registry.
         vocab_fingerprint: of this router's tokenizer; pods with another are refused.
         random: for jitter only.
+        tls: of the connections to pods; None = plaintext.
         clock: monotonic seconds.
     """
 
@@ -86,6 +88,7 @@ class Pods:
         vocab_fingerprint: str,
         metrics: Metrics,
         random: Random,
+        tls: ClientTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.version = 0  # grows whenever the set of usable pods changes
@@ -94,6 +97,7 @@ class Pods:
         self._vocab_fingerprint = vocab_fingerprint
         self._metrics = metrics
         self._random = random
+        self._tls = tls
         self._clock = clock
         self._hello = StreamHello(revision=REVISION, pod_id=config.pod_id, vocab_fingerprint=vocab_fingerprint)
         self._peers: dict[str, Peer] = {}
@@ -174,7 +178,7 @@ class Pods:
     async def _serve(self, peer: Peer) -> None:
         link_type = VerifierLink if peer.record.tier == "verifier" else SpeculatorLink
         link = link_type(peer.record, self._hello, self._config.connect_timeout_seconds, self._metrics)
-        link.on_change = self._changed
+        link.tls, link.on_change = self._tls, self._changed
         try:
             await link.connect()
             self._check(peer, link)

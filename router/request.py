@@ -68,6 +68,8 @@ class GenerationPlan:
         structured_output: what the output must look like; None = anything.
         log_probs_mode: graftree.v1.LogProbsMode.
         samples: how many of the prompt are wanted.
+        tenant: on whose behalf; empty = there are no tenants. `request_id` begins with it.
+        traceparent: of the span that what the pods do hangs below; empty = not traced.
     """
 
     request_id: str
@@ -86,6 +88,8 @@ class GenerationPlan:
     structured_output: StructuredOutputParams | None = None
     log_probs_mode: LogProbsMode = LOG_PROBS_MODE_RAW
     samples: int = 1
+    tenant: str = ""
+    traceparent: str = ""
 
     def sample(self, index: int) -> GenerationPlan:
         """The plan of one sample: the request alone with seed + index, as vLLM has it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from graftree.observe.tracing import Span
 from graftree.store.sessions import SessionRecord
 from graftree.v1.generation_pb2 import GenerateResponse, Usage
 from router.events import EventLog
@@ -38,6 +39,7 @@ class Samples:
         self._arrived_ns = arrived_ns
         self._seeded = seeded
         self._sessions: list[Session] = []
+        self._spans: list[Span] = []
         self._unfinished = plan.samples
         self._completion_tokens = 0
 
@@ -69,9 +71,11 @@ class Samples:
 
     async def _generate(self, held: list[SessionRecord]) -> None:
         for sample, record in enumerate(held):
+            span = self._tools.tracer.start("session", parent=self._plan.traceparent, sample=sample)
+            self._spans.append(span)
             self._sessions.append(
                 Session(
-                    self._plan.sample(sample),
+                    replace(self._plan.sample(sample), traceparent=span.traceparent),
                     record,
                     self._tools,
                     self._events,
@@ -80,7 +84,8 @@ class Samples:
                     sibling=self._sessions[0] if sample else None,
                 )
             )
-        tasks = [asyncio.create_task(self._serve(session)) for session in self._sessions]
+        served = zip(self._sessions, self._spans, strict=True)
+        tasks = [asyncio.create_task(self._serve(session, span)) for session, span in served]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -88,8 +93,20 @@ class Samples:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, session: Session) -> None:
-        finished = await session.run()
+    async def _serve(self, session: Session, span: Span) -> None:
+        try:
+            finished = await session.run()
+        except BaseException as error:
+            span.end(error)
+            raise
+        figures = finished.speculation
+        span.set(
+            completion_tokens=finished.usage.completion_tokens,
+            steps=figures.num_spec_steps,
+            draft_tokens=figures.num_draft_tokens,
+            accepted_tokens=figures.num_accepted_tokens,
+        )
+        span.end()
         self._unfinished -= 1
         self._completion_tokens += finished.usage.completion_tokens
         if not self._unfinished:

@@ -9,6 +9,7 @@ from graftree.rpc.status import abort
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1 import generation_pb2_grpc
+from router.edge import Edge
 from router.generations import Generations
 from router.metrics import Metrics
 from router.pods import Pods
@@ -22,9 +23,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """
 
     def __init__(
-        self, model: str, *, generations: Generations, pods: Pods, tokenizer: Tokenizer, metrics: Metrics
+        self,
+        model: str,
+        *,
+        edge: Edge,
+        generations: Generations,
+        pods: Pods,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
     ) -> None:
         self._model = model
+        self._edge = edge
         self._generations = generations
         self._pods = pods
         self._tokenizer = tokenizer
@@ -35,8 +44,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Streams one generation; see protos/graftree/v1/generation.proto."""
         try:
-            with self._generations.start(request).reading() as events:
+            with (
+                self._edge.visit("Generate", context) as visit,
+                self._generations.start(request, visit.caller).reading() as events,
+            ):
                 async for event in events.follow():
+                    visit.passed(event)
                     await context.write(event)
         except GraftreeError as error:
             self._metrics.errors[error.reason] += 1
@@ -47,7 +60,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: pb.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
-        """The model and its limits (0 while no verifier has been seen), and the pods."""
+        """The model and its limits (0 while no verifier has been seen), and the pods for those who may see them."""
+        try:
+            with self._edge.visit("GetModelInfo", context) as visit:
+                return self._model_info(pods=visit.sees_pods)
+        except GraftreeError as error:
+            self._metrics.errors[error.reason] += 1
+            await abort(context, error)
+
+    def _model_info(self, *, pods: bool) -> pb.GetModelInfoResponse:
         identity = self._pods.identity
         return pb.GetModelInfoResponse(
             model=self._model,
@@ -56,5 +77,5 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             max_context=identity.max_context,
             eos_token_ids=self._tokenizer.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
-            pods=self._pods.infos(),
+            pods=self._pods.infos() if pods else (),
         )

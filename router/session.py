@@ -29,6 +29,7 @@ from graftree.v1 import generation_pb2 as pb
 from graftree.v1.common_pb2 import TokenLogProb
 from graftree.v1.verification_pb2 import Verdict
 from router.adaptive import AdaptiveSteering
+from router.caller import public_id
 from router.drafts import Drafts
 from router.events import EventLog
 from router.figures import Figures
@@ -100,6 +101,8 @@ class Session:
         self._verifier: VerifierSeat | None = None
         self._tree = TokenTree(0)
         self._without = Outcome.PLAIN  # what a round is whose tree is empty
+        self._prefills = True  # whether the step under way computes the text before the root too
+        self._round_began_ns = 0
         self._tries = 0
         self._avoid: set[str] = set()
 
@@ -191,13 +194,14 @@ class Session:
             prefix_of=prefix_of,
         )
         self._drafts.reach(self._verifier)
+        self._prefills = True
 
     def _send_step(self, cut: Cut) -> None:
         assert self._verifier is not None, "a verifier was reached"
         tree = self._tree = cut.tree
         self._metrics.draft_tokens_demanded += self._plan.max_nodes
         if not len(tree):
-            self._without = self._drafts.silence
+            self._without = Outcome.FIRST if self._prefills else self._drafts.silence
         self._verifier.step(tree, len(self._token_ids), self._drafts.proposals(tree))
         self._drafts.sent(cut)
 
@@ -268,7 +272,15 @@ class Session:
             drafted = 0
         self._drafts.answered(verdict)
         accepted = self._figures.step(verdict, drafted=drafted, delivered=delivery.count)
-        self._metrics.count_round(drafted=drafted, accepted=accepted, delivered=delivery.count, without=self._without)
+        now_ns = self._tools.clock_ns()
+        self._metrics.count_round(
+            drafted=drafted,
+            accepted=accepted,
+            delivered=delivery.count,
+            without=self._without,
+            seconds=None if self._prefills else (now_ns - self._round_began_ns) / 1e9,
+        )
+        self._prefills, self._round_began_ns = False, now_ns
 
     def _deliver(self, token_ids: Sequence[int], log_probs: Sequence[TokenLogProb], delivery: Delivery) -> None:
         chunk = pb.GenerationChunk(
@@ -290,7 +302,7 @@ class Session:
         self._metrics.prompt_tokens += len(plan.prompt_token_ids)
         return pb.GenerateResponse(
             started=pb.GenerationStarted(
-                request_id=plan.request_id,
+                request_id=public_id(plan.request_id),
                 model=self._config.model,
                 prompt_tokens=len(plan.prompt_token_ids),
                 seed=plan.seed,

@@ -104,7 +104,7 @@ class Signals:
         starved = outcomes[Outcome.ALONE] + outcomes[Outcome.LATE]
         return _Counts(
             at=self._clock(),
-            demanded=metrics.rounds - outcomes[Outcome.PLAIN],
+            demanded=metrics.rounds - outcomes[Outcome.PLAIN] - outcomes[Outcome.FIRST],
             starved=starved,
             short=starved + metrics.cut_rounds,
             accepted=metrics.accepted_tokens,

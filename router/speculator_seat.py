@@ -77,6 +77,8 @@ class SpeculatorSeat:
                 draft_salt=draft_salt,
                 structured_output=plan.structured_output,
                 stop_token_ids=sorted(plan.stops.stop_token_ids) if plan.structured_output is not None else (),
+                traceparent=plan.traceparent,
+                tenant=plan.tenant,
             ),
         )
 

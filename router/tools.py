@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from graftree.config import RouterConfig
+from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.store.committer import Committer
 from router.metrics import Metrics
 from router.pods import Pods
@@ -23,6 +24,7 @@ class Tools:
         detokenizer: prompt ids -> where text comes from.
         random: for salts and jitter.
         priors: what sessions learn about speculators from one another.
+        tracer: of the requests' spans.
         clock_ns: monotonic nanoseconds.
     """
 
@@ -33,4 +35,5 @@ class Tools:
     detokenizer: Callable[[Sequence[int]], TextSource]
     random: Random
     priors: Priors = field(default_factory=Priors)
+    tracer: Tracer = NO_TRACER
     clock_ns: Callable[[], int] = time.monotonic_ns

@@ -61,6 +61,8 @@ class VerifierSeat:
                 structured_output=plan.structured_output,
                 log_probs_mode=plan.log_probs_mode,
                 prefix_of=prefix_of,
+                traceparent=plan.traceparent,
+                tenant=plan.tenant,
             ),
         )
 
