@@ -57,6 +57,11 @@ class AdaptiveSteering(Steering):
         """As `Steering.living_nodes`."""
         return max(LEAST_LIVING, round(LIVING_FACTOR * self._nodes.value))
 
+    @property
+    def shadows(self) -> frozenset[str]:
+        """As `Steering.shadows`."""
+        return self.roster.shadows
+
     def active(self, kind: str) -> bool:
         """As `Steering.active`."""
         return self.roster.active(kind)
@@ -72,19 +77,20 @@ class AdaptiveSteering(Steering):
 
     def committed(self, tree: MergedTree) -> None:
         """As `Steering.committed`."""
-        self._patience.committed(self.clock(), self.kinds, tree.outlook, survived=len(tree) > 0)
+        self._patience.committed(self.clock(), self.kinds - self.roster.trials, tree.outlook, survived=len(tree) > 0)
 
     # A round.
 
     def wait(self, tree: MergedTree, length: int, seats: Collection[SpeculatorSeat]) -> Wait | None:
         """As `Steering.wait`: as long as what comes by then is worth more than the time."""
-        if not seats:
+        kinds = self.kinds - self.roster.trials  # a commit wakes them all; those on trial are not waited for
+        if not any(seat.kind in kinds for seat in seats):
             return None
         rounds, costs = self._next_costs(length)
         trust = self._trust.ratio
         now = (1.0 + trust * tree.outlook) / (costs.overhead + costs.step(0))
         return self._patience.wait(
-            self.kinds,
+            kinds,
             tree.outlook,
             survived=len(tree) > 0,
             rate=max(now, rounds.rate),
@@ -95,7 +101,8 @@ class AdaptiveSteering(Steering):
 
     def pending(self, seats: Collection[SpeculatorSeat]) -> list[SpeculatorSeat]:
         """As `Steering.pending`: whose trees still grow."""
-        return [seat for seat in seats if not seat.complete]
+        trials = self.roster.trials
+        return [seat for seat in seats if not seat.complete and seat.kind not in trials]
 
     def budget(self, length: int, waited: float) -> Budget:
         """As `Steering.budget`: as many as give the most tokens per second."""
@@ -114,6 +121,8 @@ class AdaptiveSteering(Steering):
     def sent(self, cut: Cut, length: int, waited: float, waited_for: Collection[str] = ()) -> None:
         """As `Steering.sent`."""
         super().sent(cut, length, waited, waited_for)
+        if waited:
+            self._patience.waited(waited)
         self._cut = cut
         self._scores = self._judge(cut, waited, waited_for)
         budget = self._budget
@@ -139,7 +148,7 @@ class AdaptiveSteering(Steering):
         self._metrics.dropped_speculators += roster.dropped - dropped
         self._metrics.readmitted_speculators += roster.readmitted - readmitted
         for kind in self.kinds - before:
-            if roster.on_trial(kind):
+            if kind in roster.trials:
                 self.record(kind).renew()
         return changed
 

@@ -202,7 +202,9 @@ class Drafts:
         room = self._plan.max_length - length - 1  # the bonus token needs a place too
         if not self._plan.max_nodes:
             return Cut(TokenTree(0))
-        return self.tree.cut(self._steering.budget(length, self._waited), min(self._plan.max_depth, room))
+        return self.tree.cut(
+            self._steering.budget(length, self._waited), min(self._plan.max_depth, room), self._steering.shadows
+        )
 
     def proposals(self, tree: TokenTree) -> list[VerifyStep.NodeProposals]:
         """What the nodes of a tree just cut were drawn from, where the verifier tests draws."""

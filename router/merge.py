@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -293,7 +293,7 @@ class MergedTree:
             if chances:
                 self._agreement.observe(chances, token == picked)
 
-    def cut(self, budget: Taker, max_depth: int) -> Cut:
+    def cut(self, budget: Taker, max_depth: int, leave_out: Collection[str] = ()) -> Cut:
         """The nodes most likely to be accepted, as many as the budget takes, at most `max_depth` deep.
 
         A node's survival probability is the product, down its path, of the chance that each token is the LLM's pick
@@ -301,6 +301,9 @@ class MergedTree:
         `graftree.calibration.combine`, and of siblings no more than 1 in sum. So ancestors score at least as high and
         the kept set is connected. Ties go to the shallower node, then to the one whose parent came first, then to the
         smaller token; the order is canonical.
+
+        Args:
+            leave_out: kinds whose word is not enough for a node to be taken.
         """
         token_ids: list[int] = []
         parents: list[int] = []
@@ -312,8 +315,11 @@ class MergedTree:
         heap: list[tuple[float, int, int, int, float, Node]] = []
         frontier, depth, parent, survival, bits = self._root, 0, -1, 1.0, 0
         wanted = max_depth > 0
+        counting = ~sum(1 << self._kinds[kind] for kind in leave_out if kind in self._kinds)
         while wanted:
             if depth < max_depth and (children := frontier.children):
+                if leave_out:
+                    children = self._said_by(children, counting)
                 self._push(heap, children, survival, depth + 1, parent)
             if not heap:
                 break
@@ -337,6 +343,13 @@ class MergedTree:
             tuple(alone[:count]),
             tuple(self._kinds),
         )
+
+    def _said_by(self, children: dict[int, Node], kinds: int) -> dict[int, Node]:
+        """Those that one of the kinds, given as bits, has named."""
+        sources = self._sources
+        return {
+            token: child for token, child in children.items() if any(sources[name].bit & kinds for name in child.said)
+        }
 
     def _push(
         self,

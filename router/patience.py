@@ -2,14 +2,18 @@
 
 Every commit starts a race between the speculators and the step. `Growth` learns how it goes on average: by how much
 the expected acceptance of the merged tree has grown at each time after a commit, whether or not the step waited for
-it. To wait until t is worth the growth by then; it costs the tokens that t seconds, and the rows of what has grown,
-would have given otherwise.
+it, and what of the tree the next commit then leaves. To wait until t is worth the growth by then. It costs the tokens
+that t seconds, and the rows of what has grown, would have given otherwise; and what the next round finds: speculators
+draft ahead while the verifier works, so much of what a step does not wait for is there for the one after it, for
+nothing, while a tree that was waited for is mostly used up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from router.ema import Mean
 
 # Times after a commit, in seconds, by the square root of two: 0.5 to 128 ms.
 GRID = tuple(0.0005 * 2 ** (step / 2) for step in range(17))
@@ -20,17 +24,32 @@ ENOUGH = 0.75
 ROWS_PER_TOKEN = 2.0
 
 
+# Times that a wait is told apart by, when it comes to what it leaves behind: every two octaves.
+_CLASS = 4
+# Rounds that it is worth to assume that a wait leaves as much behind as none.
+_DOUBT = 2
+# What rounds without a wait leave must have been seen so often, and once in so many rounds, before any wait.
+_SEEN, _AGAIN = 3, 48
+
+
 class Growth:
-    """Mean growth of a tree's outlook by the times of `GRID`.
+    """How rounds of one kind go.
 
     Attributes:
-        tokens: (len(GRID),) expected accepted tokens gained since the commit.
+        tokens: (len(GRID),) expected accepted tokens gained since the commit, by the times of `GRID`.
         counts: (len(GRID),) rounds that lasted so long.
+        left: outlook of the tree as the next commit left it; [0] of rounds without a wait, then by length of the wait.
+        waits: rounds with a wait since the last one without.
     """
 
-    __slots__ = ("counts", "tokens")
+    __slots__ = ("counts", "left", "tokens", "waits")
 
     def __init__(self, seed: Growth | None = None) -> None:
+        self.waits = 0
+        self.left = [Mean(MEMORY) for _ in range(2 + (len(GRID) - 1) // _CLASS)]
+        if seed is not None:
+            for mean, known in zip(self.left, seed.left, strict=True):
+                mean.value, mean.count = known.value, min(known.count, _SEEN)
         self.tokens: list[float] = [0.0] * len(GRID) if seed is None else list(seed.tokens)
         # A seed counts as one round: it is soon outvoted.
         self.counts: list[int] = [0] * len(GRID) if seed is None else [min(count, 1) for count in seed.counts]
@@ -52,6 +71,12 @@ class Growth:
             self.counts[index] += 1
             share = max(MEMORY, 1.0 / self.counts[index])
             self.tokens[index] += share * (gained - self.tokens[index])
+
+    def loss(self, index: int) -> float:
+        """Tokens that the next round finds fewer after a wait until GRID[index] than after none."""
+        without, mean = self.left[0], self.left[1 + index // _CLASS]
+        doubt = max(0.0, 1.0 - mean.count / (2 * _DOUBT))
+        return (1.0 - doubt) * max(0.0, without.value - mean.value)
 
 
 class Wait(NamedTuple):
@@ -82,6 +107,7 @@ class Patience:
         self._seeds = seeds
         self._growths: dict[Key, Growth] = {}
         self._key: Key | None = None
+        self._class = 0
         self._begun = self._outlook = 0.0
         self._events: list[tuple[float, float]] = []
 
@@ -95,8 +121,15 @@ class Patience:
         if self._key is not None:
             for growth in (self._growth(self._key), self._seeds.setdefault(self._key, Growth())):
                 growth.observe(self._events, now - self._begun)
+                growth.left[self._class].observe(outlook)
+                growth.waits = growth.waits + 1 if self._class else 0
         self._key = (kinds, survived) if kinds else None
-        self._begun, self._outlook, self._events = now, outlook, []
+        self._begun, self._outlook, self._events, self._class = now, outlook, [], 0
+
+    def waited(self, seconds: float) -> None:
+        """The step has waited so long since the commit."""
+        index = next((index for index, time in enumerate(GRID) if time >= seconds), len(GRID) - 1)
+        self._class = 1 + index // _CLASS
 
     def heard(self, now: float, outlook: float) -> None:
         """Drafts came in."""
@@ -123,11 +156,14 @@ class Patience:
             penalty: seconds that any wait costs beside its own.
         """
         best, chosen = 0.0, None
-        for time, tokens in zip(GRID, self._growth((kinds, survived)).tokens, strict=True):
+        growth = self._growth((kinds, survived))
+        if growth.left[0].count < _SEEN or growth.waits >= _AGAIN:
+            return None
+        for index, (time, tokens) in enumerate(zip(GRID, growth.tokens, strict=True)):
             if time > self._longest:
                 break
             worth = trust * tokens
-            net = worth - rate * (time + penalty)
+            net = worth - trust * growth.loss(index) - rate * (time + penalty)
             if net > best:
                 net -= rate * rows(max(1, round(ROWS_PER_TOKEN * worth)))
                 if net > best:

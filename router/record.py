@@ -23,8 +23,8 @@ class Trust:
         ratio: accepted / expected, drawn towards 1 by `PRIOR` expected tokens.
     """
 
-    PRIOR = 2.0
-    FADE = 0.9  # per round, with or without evidence: distrust does not outlive what it was founded on
+    PRIOR = 1.5
+    FADE = 0.75  # per round, with or without evidence: distrust does not outlive what it was founded on
 
     __slots__ = ("_accepted", "_expected", "ratio")
 
@@ -36,7 +36,7 @@ class Trust:
         """A round's step is answered; (0, 0) where it had no tree."""
         self._accepted = self._accepted * self.FADE + accepted
         self._expected = self._expected * self.FADE + expected
-        self.ratio = min(1.5, (self._accepted + self.PRIOR) / (self._expected + self.PRIOR))
+        self.ratio = min(1.25, (self._accepted + self.PRIOR) / (self._expected + self.PRIOR))
 
 
 class Agreement:

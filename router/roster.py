@@ -2,8 +2,9 @@
 
 Each round every kind at work gets a score: the accepted tokens that only it brought, less the tokens that the time it
 took would have given. Who does not pay for itself is dropped and tried again later, each time after twice as many
-rounds; between dropping and taking back lies a margin, so chance does not make a kind come and go. One change at a
-time: what one speculator is worth depends on which others are there.
+rounds; between dropping and taking back lies a margin, so chance does not make a kind come and go. A trial begins in
+the shadow: the LLM's own tokens say whether its nodes are right, before any is verified or waited for. One change at
+a time: what one speculator is worth depends on which others are there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass, field
 from router.ema import Mean
 
 TENURE = 5  # rounds in which a kind that is at work is not judged
+SHADOW = 3  # of these, on trial, the ones in which its nodes are compared with what the LLM says, and not verified
 SILENCE = 48  # rounds a kind may take to its first word, a long prompt's prefill for instance
 FIRST_REST, LONGEST_REST = 16, 64  # rounds without a kind before it is tried again
+TRIAL_SHARE = 0.02  # tokens that trials may cost, a round in between; the rest is longer where they cost more
+LONGEST_OF_ALL = 1024
 ADMISSION = 0.03  # tokens a round that it must bring, net, to be taken back
 CHALLENGE = 256  # rounds after which it is measured anew how fast steps are without a kind
 CHALLENGED = 5  # rounds that takes
@@ -44,6 +48,10 @@ class Standing:
     until: int = 0
     score: Mean = field(default_factory=lambda: Mean(MEMORY))
 
+    def counts(self, number: int) -> bool:
+        """Whether the score of a round says something about it."""
+        return self.active and self.heard and number > self.since + (SHADOW if self.trial else 0)
+
 
 class Roster:
     """One session's.
@@ -54,6 +62,7 @@ class Roster:
 
     Attributes:
         kinds: those at work.
+        trials: of these, the ones that were dropped before and have not proved yet that they are worth having again.
         dropped, readmitted: how often one was, so far.
     """
 
@@ -63,6 +72,7 @@ class Roster:
         self._round = 0
         self._settled = 0  # round from which on the next change may come
         self.kinds: frozenset[str] = frozenset()
+        self.trials: frozenset[str] = frozenset()
         self.dropped = self.readmitted = 0
 
     def add(self, kind: str) -> None:
@@ -81,13 +91,16 @@ class Roster:
         standing = self._standings.get(kind)
         return standing is None or standing.active
 
-    def on_trial(self, kind: str) -> bool:
-        """It was dropped before, and has not proved yet that it is worth having again."""
-        return self._standings[kind].trial
-
     def __len__(self) -> int:
         """Kinds known, at work or not."""
         return len(self._standings)
+
+    @property
+    def shadows(self) -> frozenset[str]:
+        """Kinds on trial whose nodes are not to be verified yet."""
+        if not self.trials:
+            return self.trials
+        return frozenset(kind for kind in self.trials if not self._standings[kind].counts(self._round))
 
     def round(self, scores: Mapping[str, float]) -> bool:
         """A verify step was answered.
@@ -100,7 +113,7 @@ class Roster:
         """
         self._round += 1
         for kind, standing in self._standings.items():
-            if standing.active and standing.heard and self._round > standing.since + 1:
+            if standing.counts(self._round - 1):
                 standing.score.observe(scores.get(kind, 0.0))
         if self._round < self._settled:
             return False
@@ -118,15 +131,19 @@ class Roster:
         for score, _, standing in self._judged():
             if standing.trial and standing.heard and score >= ADMISSION:
                 standing.trial, standing.rest = False, FIRST_REST
+                self.trials = frozenset()
                 self.readmitted += 1
             elif score <= (ADMISSION if standing.trial else 0.0):
+                rest = standing.rest
                 if standing.trial:
-                    standing.rest = min(2 * standing.rest, LONGEST_REST)
+                    rest = standing.rest = min(2 * standing.rest, LONGEST_REST)
+                    cost = -score * (self._round - standing.since)
+                    rest = max(rest, min(round(cost / TRIAL_SHARE), LONGEST_OF_ALL))
                 else:
                     self.dropped += 1
-                self._change(standing, active=False)
                 standing.trial, standing.challenged = True, False
-                standing.until = self._round + standing.rest
+                self._change(standing, active=False)
+                standing.until = self._round + rest
                 return True
         return False
 
@@ -153,6 +170,7 @@ class Roster:
     def _change(self, standing: Standing, *, active: bool) -> None:
         standing.active = active
         self.kinds = frozenset(kind for kind, each in self._standings.items() if each.active)
+        self.trials = frozenset(kind for kind in self.kinds if self._standings[kind].trial)
         # What the others bring alone, and what they cost, is another matter now.
         for other in self._standings.values():
             other.since, other.score = self._round, Mean(MEMORY)

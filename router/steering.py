@@ -64,6 +64,11 @@ class Steering(ABC):
         return NO_KINDS
 
     @property
+    def shadows(self) -> frozenset[str]:
+        """Of these, the ones whose nodes are not to be verified: they are only compared with what the LLM says."""
+        return NO_KINDS
+
+    @property
     def living_nodes(self) -> int:
         """Nodes that living trees should grow to; 0 = as many as they were opened for."""
         return 0
