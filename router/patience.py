@@ -38,7 +38,7 @@ class Growth:
     Attributes:
         tokens: (len(GRID),) expected accepted tokens gained since the commit, by the times of `GRID`.
         counts: (len(GRID),) rounds that lasted so long.
-        left: outlook of the tree as the next commit left it; [0] of rounds without a wait, then by length of the wait.
+        left: outlook of the tree as the next commit left it; [0] after rounds without a wait, then by its length.
         waits: rounds with a wait since the last one without.
     """
 

@@ -113,7 +113,7 @@ def test_waits_and_trees_beat_fixed_ones() -> None:
 
 
 def test_no_wait_where_drafting_keeps_up() -> None:
-    """A drafter whose every branch hits, with levels to spare: draft ahead gives whole trees, so nothing is waited for."""
+    """Where every branch hits and drafts keep ahead there are whole trees without a wait."""
     quick = Speculator("quick", 0.004, 0.004, lambda position: True, 0.95, depth=32)
     rounds = Lab(adaptive(), STEPS, [quick]).rounds(200)
     assert sum(each.waited for each in rounds[100:]) / 100 < 0.004
@@ -121,7 +121,7 @@ def test_no_wait_where_drafting_keeps_up() -> None:
 
 
 def test_a_speculator_that_slows_the_verifier_down() -> None:
-    """On one machine drafting takes its time from the verifier: seen in step times, and weighed against the tokens."""
+    """Drafting may take its time from the verifier: seen in step times, and weighed against the tokens."""
     slow = Speculator("slow", 0.006, 0.006, often(0.5), 0.5, slows=2.0)
     rounds = Lab(adaptive(), STEPS, [slow]).rounds(400)
     assert rate(rounds[20:]) >= 0.9 * PLAIN
@@ -166,12 +166,12 @@ def test_load_takes_nodes_away() -> None:
         good = Speculator("good", 0.001, 0.001, often(0.7), 0.7)
         rounds = Lab(adaptive(), STEPS, [good], others=others).rounds(100)
         nodes.append(sum(each.nodes for each in rounds[20:]) / 80)
-    assert nodes[0] > 2 * nodes[1] > 0
+    assert nodes[0] > 1.5 * nodes[1] > 0
     assert nodes[2] < 0.2
 
 
 def test_new_sessions_begin_with_what_others_learnt() -> None:
-    """The second session waits and takes trees from its first rounds on, and does not try what the first one tried."""
+    """A second session takes trees from its first rounds on, and does not try again what the first one tried."""
     priors = Priors()
     first = Lab(adaptive(), STEPS, [Speculator("good", 0.006, 0.006, often(0.8), 0.8)], priors=priors)
     first.rounds(300)
