@@ -148,6 +148,11 @@ class VerifierConfig(PodConfig):
     prefix_cache: bool = Field(
         True, description="whether a session finds the KV rows of an earlier text that began the same way"
     )
+    kv_reserve: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0,
+        description="share of what a session may still generate that KV is reserved for when it opens; below 1 more "
+        "sessions fit, and where KV runs short the last one is preempted and goes on later",
+    )
     step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
         3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
     )

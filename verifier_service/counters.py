@@ -26,6 +26,7 @@ class Counters:
         shared_rows: rows that were taken from an open sibling instead of being computed.
         prefix_cache_queries, prefix_cache_hits: tokens before the root that sessions opened with, and of these
             those whose rows were in the pool already.
+        preemptions: times a session lost its KV blocks to an older one.
         pool_faults: integrity checks of the KV pool that failed.
         sessions_opened, sessions_closed, sessions_failed: opened = closed + failed + open now.
         refused: opens and steps answered with a failure without a session of theirs.
@@ -47,6 +48,7 @@ class Counters:
     shared_rows: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    preemptions: int = 0
     pool_faults: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0

@@ -13,11 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
-from graftree.acceptance import ROOT, Acceptance, accept
 from graftree.errors import (
     AlreadyExists,
     ContextTooLong,
@@ -33,10 +30,10 @@ from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.rpc.status import to_failure
-from graftree.sampling import describe, process
 from graftree.step_time import Sample, StepTime
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
+from verifier_service.conclusion import conclude
 from verifier_service.counters import Counters
 from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
@@ -76,6 +73,7 @@ class Engine:
         max_sessions: int,
         step_tokens: int,
         prefix_cache: bool = True,
+        kv_reserve: float = 1.0,
         grammars: Grammars | None = None,
         step_times: StepTimes | None = None,
         tracer: Tracer = NO_TRACER,
@@ -87,6 +85,7 @@ class Engine:
             max_sessions: sessions open at once.
             step_tokens: most rows of one forward.
             prefix_cache: whether sessions find the rows of texts that others began with.
+            kv_reserve: share of what a session may still generate that KV blocks are reserved for when it opens.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
             step_times: follows what forwards take; None = nothing was measured.
             tracer: of sessions and steps.
@@ -105,6 +104,7 @@ class Engine:
             runner.kv,
             fingerprint=self._spec.fingerprint,
             reuse=prefix_cache,
+            reserve=kv_reserve,
             counters=self.counters,
         )
         self._spans = Spans(tracer)
@@ -179,12 +179,14 @@ class Engine:
         Returns:
             Whether there was anything to run.
         """
+        self._reservations.resume()
         for session in list(self._joining):
             if session.can_join:
                 self._join(session)
-        shares = self._scheduler.plan()
+        planned = self._scheduler.plan()
+        shares = self._reservations.fit(planned, self._park)
         if not shares:
-            return False
+            return bool(planned)
         self._awaited.clear()
         span = self._spans.step(shares)
         started, context = self._clock(), sum(share.session.cached for share in shares)
@@ -295,37 +297,24 @@ class Engine:
         del self._joining[session]
         self._reservations.join(session, source, min(source.cached, session.shared))
 
+    def _park(self, session: Session) -> None:
+        """Preempt: the session goes on where it was once there is room again."""
+        self._leave_siblings(session)
+        self._reservations.park(session)
+
+    def _leave_siblings(self, session: Session) -> None:
+        """The session's rows are about to go: it waits for nobody's, and who waits for them takes what there is."""
+        self._joining.pop(session, None)
+        session.source = None
+        for waiting in [other for other in self._joining if other.source is session]:
+            self._join(waiting)
+
     def _conclude(
         self, share: Share, step: Step, logits: Any, started: int, forwarded: int
     ) -> verification_pb2.Verdict:
-        """Accept, compact, commit."""
-        session, root_row = share.session, len(share.session.token_ids)
         begun = self._clock()
-        rows: dict[int, NDArray[Any]] = {}
-
-        def row(node: int) -> NDArray[Any]:
-            if node not in rows:
-                rows[node] = np.asarray(logits[node - ROOT].cpu())
-            return rows[node]
-
-        acceptance = accept(
-            step.tree, row, session.params, session.context, rule=session.rule, proposals=step.proposals
-        )
-        count = len(acceptance.nodes)
-        targets = range(root_row, root_row + count)
-        self._runner.kv.move_rows(session.blocks, [root_row + node for node in acceptance.nodes], targets)
-        session.cached += count
-        log_probs = _log_probs(session, acceptance, row)
-        session.commit(acceptance)
-        self.counters.count_step(len(step.tree), count)
-        verdict = verification_pb2.Verdict(
-            session_id=session.session_id,
-            step=step.number,
-            token_ids=acceptance.token_ids,
-            accepted_nodes=[step.kept[node] for node in acceptance.nodes],
-            tree_error=step.tree_error,
-            log_probs=log_probs,
-        )
+        verdict = conclude(share, step, logits, self._runner.kv)
+        self.counters.count_step(len(step.tree), len(verdict.accepted_nodes))
         now = self._clock()
         verdict.timings.CopyFrom(
             common_pb2.StageTimings(
@@ -353,24 +342,7 @@ class Engine:
         del session.stream.sessions[session.session_id]
         self._scheduler.remove(session)
         self._awaited.discard(session)
-        self._joining.pop(session, None)
-        for waiting in [other for other in self._joining if other.source is session]:
-            self._join(waiting)
+        self._leave_siblings(session)
         self._reservations.release(session)
         self._spans.closed(session)
         self.sessions -= 1
-
-
-def _log_probs(
-    session: Session, acceptance: Acceptance, row: Callable[[int], NDArray[Any]]
-) -> list[common_pb2.TokenLogProb]:
-    """One per token of the run, which is not committed yet."""
-    if not session.log_probs:
-        return []
-    found = []
-    for depth, (node, token) in enumerate(zip(acceptance.visited, acceptance.token_ids, strict=True)):
-        scores = row(node)
-        if session.processed_log_probs:
-            scores = process(scores, session.params, session.context, acceptance.token_ids[:depth])
-        found.append(describe(scores, token, session.alternatives).to_proto())
-    return found

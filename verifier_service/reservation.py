@@ -1,6 +1,8 @@
 """`Reservations`: which KV blocks a session has, and which of them it has in common with others.
 
-Everything a session can ever need is reserved when it opens, so that no step fails for want of memory. Full blocks
+By default everything a session can ever need is reserved when it opens. With less reserved more sessions fit; where
+the pool then runs short, the session that opened last is parked: it loses its blocks, and when there is room again
+its text is prefilled again, as far as the rows are not known any more. The oldest session always goes on. Full blocks
 of committed rows are shared: they are never written again, so a copy is only made of what stands in a block that is
 not full (copy-on-write, where the one write that could come is known beforehand).
 """
@@ -11,10 +13,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from graftree.errors import ContextTooLong
+from graftree.errors import ContextTooLong, ResourceExhausted
 from graftree.models.blocks import BlockPool, block_names
 from verifier_service.counters import Counters
-from verifier_service.session import Session
+from verifier_service.session import Session, Share
 
 
 class Cache(Protocol):
@@ -30,29 +32,81 @@ class Cache(Protocol):
 class Reservations:
     """The engine's; one per pool."""
 
-    def __init__(self, pool: BlockPool, kv: Cache, *, fingerprint: str, reuse: bool, counters: Counters) -> None:
+    def __init__(
+        self, pool: BlockPool, kv: Cache, *, fingerprint: str, reuse: bool, reserve: float, counters: Counters
+    ) -> None:
         """
         Args:
             pool, kv: the runner's.
             fingerprint: of the model: names of blocks say whose rows they hold.
             reuse: whether sessions find the blocks that others, open or closed, have published.
-            counters: where rows that need not be computed are counted.
+            reserve: share of what a session may still generate that is reserved when it opens.
+            counters: where rows that need not be computed, and preemptions, are counted.
         """
         self._pool, self._kv, self._counters, self._reuse = pool, kv, counters, reuse
-        self._fingerprint = fingerprint
+        self._fingerprint, self._reserve = fingerprint, reserve
+        self._holders: dict[Session, None] = {}  # in the order in which they opened
+        self._parked: dict[Session, None] = {}  # likewise; all of them opened behind the holders
 
     def take(self, session: Session) -> None:
-        """Reserve all that the session can need. What is known of its text need not be computed.
+        """Reserve blocks for a session that opens. What is known of its text need not be computed.
 
         Raises:
             ContextTooLong: it can need more than there is.
-            ResourceExhausted: it can need more than is free now.
+            ResourceExhausted: it wants more than is free now, or others that were here before wait.
         """
         pool, size = self._pool, self._kv.block_size
-        wanted = -(-session.rows_reserved // size)
-        if wanted > pool.num_blocks:
+        if -(-session.rows_wanted(1.0) // size) > pool.num_blocks:
             limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * size} tokens"
             raise ContextTooLong("max_length", session.max_length, limit)
+        if self._parked:
+            raise ResourceExhausted(f"{len(self._parked)} preempted sessions wait for KV blocks")
+        self._take(session)
+
+    def fit(self, shares: Sequence[Share], park: Callable[[Session], None]) -> list[Share]:
+        """The shares that can run: the blocks their rows need are there, the youngest sessions' if need be.
+
+        Args:
+            park: called with a session that must give its blocks back; it calls `park` here.
+        """
+        order = {session: index for index, session in enumerate(self._holders)}
+        fitting = []
+        for share in sorted(shares, key=lambda share: order[share.session]):
+            session = share.session
+            while not session.parked and not self._grow(session, session.cached + len(share)):
+                park(next(reversed(self._holders)))
+            if not session.parked:
+                fitting.append(share)
+        return fitting
+
+    def park(self, session: Session) -> None:
+        """Take a session's blocks away; what was published stays known until its place is needed."""
+        self.release(session)
+        self._parked = {session: None, **self._parked}
+        session.parked, session.cached, session.published = True, 0, 0
+        self._counters.preemptions += 1
+
+    def resume(self) -> None:
+        """Give parked sessions blocks again, the oldest first, as far as there are enough and some to spare."""
+        size = self._kv.block_size
+        for session in list(self._parked):
+            wanted = -(-session.rows_wanted(self._reserve) // size)
+            if wanted + len(self._holders) > self._pool.free_blocks:  # each of the others may soon want one
+                break
+            del self._parked[session]
+            session.parked = False
+            self._take(session)
+
+    def _grow(self, session: Session, rows: int) -> bool:
+        missing = -(-rows // self._kv.block_size) - len(session.blocks)
+        if missing > self._pool.free_blocks:
+            return False
+        session.blocks += self._pool.allocate(max(0, missing))
+        return True
+
+    def _take(self, session: Session) -> None:
+        pool, size = self._pool, self._kv.block_size
+        wanted = -(-session.rows_wanted(self._reserve) // size)
         known: list[int] = []
         if self._reuse:
             # The root's own row is always computed: its logits are wanted.
@@ -61,11 +115,12 @@ class Reservations:
             self._counters.prefix_cache_queries += len(session.token_ids) - 1
             self._counters.prefix_cache_hits += len(known) * size
         try:
-            session.blocks = known + pool.allocate(wanted - len(known))
+            session.blocks = known + pool.allocate(max(0, wanted - len(known)))
         except Exception:
             pool.free(known)
             raise
         session.cached, session.published = len(known) * size, len(known)
+        self._holders[session] = None
 
     def join(self, session: Session, source: Session, rows: int) -> None:
         """Let the session have the first `rows` rows of another one's; both texts are the same so far."""
@@ -95,10 +150,6 @@ class Reservations:
             self._pool.publish(session.blocks[index], names[index])
         session.published = full
 
-    def release(self, session: Session) -> None:
-        """Give everything back; what was published stays known until its place is needed."""
-        self._pool.free(session.blocks)
-        session.blocks = []
     def _origin(self, session: Session) -> bytes:
         """What block names begin with.
 
@@ -107,3 +158,9 @@ class Reservations:
         """
         return hashlib.sha256(f"{self._fingerprint}\0{session.tenant}".encode()).digest()
 
+    def release(self, session: Session) -> None:
+        """Give everything back; what was published stays known until its place is needed."""
+        self._pool.free(session.blocks)
+        session.blocks = []
+        self._holders.pop(session, None)
+        self._parked.pop(session, None)

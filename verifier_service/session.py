@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -88,6 +89,7 @@ class Session:
     step: Step | None = None
     source: Session | None = None  # whose first `shared` rows this session waits for
     shared: int = 0
+    parked: bool = False  # it was preempted: it has no blocks until there is room again
 
     @classmethod
     def open(
@@ -163,10 +165,10 @@ class Session:
             processed_log_probs=mode == common_pb2.LOG_PROBS_MODE_PROCESSED,
         )
 
-    @property
-    def rows_reserved(self) -> int:
-        """Cache rows this session can ever need."""
-        return self.max_length + self.max_nodes + 1
+    def rows_wanted(self, reserve: float) -> int:
+        """Cache rows for text, tree and this share of what may still be generated; at 1 all it can ever need."""
+        length = len(self.token_ids)
+        return length + math.ceil(reserve * (self.max_length - length)) + self.max_nodes + 1
 
     def is_stale(self, message: verification_pb2.VerifyStep) -> bool:
         """Whether a step hangs on another root than the session's."""
@@ -203,7 +205,7 @@ class Session:
         All of it with the waiting step's tree if that fits, else a prefill chunk. None: nothing to do, or not
         enough rows to begin.
         """
-        if self.source is not None:
+        if self.source is not None or self.parked:
             return None
         missing = len(self.token_ids) - self.cached
         if self.step is not None and missing + len(self.step.tree) <= budget:
@@ -230,7 +232,8 @@ class Session:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to run: a step, or committed tokens before the root that are not cached."""
-        return self.source is None and (self.step is not None or not self.prefilled)
+        waits = self.source is not None or self.parked
+        return not waits and (self.step is not None or not self.prefilled)
 
     def commit(self, acceptance: Acceptance) -> None:
         """Append a step's tokens; the last one is the new root."""
