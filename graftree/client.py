@@ -22,6 +22,7 @@ from graftree.rpc.aio import keep_running
 from graftree.rpc.options import CHANNEL_OPTIONS
 from graftree.rpc.status import from_rpc
 from graftree.sdk.answer import Answer
+from graftree.sdk.metadata import metadata
 from graftree.sdk.options import GenerateOptions, build_request
 from graftree.sdk.results import Chunk, ModelInfo, Result
 from graftree.v1 import generation_pb2, generation_pb2_grpc
@@ -116,10 +117,14 @@ class Client:
     Args:
         target: HOST:PORT, or any other gRPC name.
         credentials: for TLS; None = plaintext.
+        api_key: shown with each call; without TLS everybody on the way can read it.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(
+        self, target: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+    ) -> None:
         self.target = target
+        self._api_key = api_key
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         else:
@@ -135,12 +140,15 @@ class Client:
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """Start to generate; the chunks come as they are verified, `Stream.result` holds the whole at the end."""
-        return Stream(self._stub.Generate(build_request(prompt, options), timeout=options.get("timeout")))
+        request, timeout = build_request(prompt, options), options.get("timeout")
+        return Stream(self._stub.Generate(request, timeout=timeout, metadata=metadata(self._api_key)))
 
     def model_info(self, timeout: float | None = None) -> ModelInfo:
         """What is served, and the pods in use now."""
         try:
-            answer = self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=timeout)
+            answer = self._stub.GetModelInfo(
+                generation_pb2.GetModelInfoRequest(), timeout=timeout, metadata=metadata(self._api_key)
+            )
         except grpc.RpcError as error:
             raise from_rpc(error) from None
         return ModelInfo.from_proto(answer)
@@ -159,9 +167,11 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio: the same calls, to be awaited. Belongs to the event loop it is first used on."""
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(
+        self, target: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None
+    ) -> None:
         self.target = target
-        self._credentials = credentials
+        self._credentials, self._api_key = credentials, api_key
         self._channel: grpc.aio.Channel | None = None
 
     def _stub(self) -> generation_pb2_grpc.GenerationServiceStub:
@@ -182,12 +192,15 @@ class AsyncClient:
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start to generate; the chunks come as they are verified, `result` holds the whole at the end."""
-        return AsyncStream(self._stub().Generate(build_request(prompt, options), timeout=options.get("timeout")))
+        request, timeout = build_request(prompt, options), options.get("timeout")
+        return AsyncStream(self._stub().Generate(request, timeout=timeout, metadata=metadata(self._api_key)))
 
     async def model_info(self, timeout: float | None = None) -> ModelInfo:
         """What is served, and the pods in use now."""
         try:
-            answer = await self._stub().GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=timeout)
+            answer = await self._stub().GetModelInfo(
+                generation_pb2.GetModelInfoRequest(), timeout=timeout, metadata=metadata(self._api_key)
+            )
         except grpc.RpcError as error:
             raise from_rpc(error) from None
         return ModelInfo.from_proto(answer)

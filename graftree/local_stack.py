@@ -49,6 +49,8 @@ class LocalStack:
         router_options, verifier_options, speculator_options: further configuration fields of every pod of a tier.
         start_seconds: longest wait for a pod to become ready, and then for router and pods to find each other.
         log_directory: where child processes log, one file each; None = a temporary folder that goes with the stack.
+        client_options: keywords of the `Client` that the stack itself looks at its routers with (`credentials`,
+            `api_key` of an admin), where their configuration asks for such.
         notify: called, from any thread, with a line for people: what starts, what ended unexpectedly.
 
     Raises (from `start`, `add` and `with`):
@@ -75,6 +77,7 @@ class LocalStack:
         speculator_options: Mapping[str, Any] | None = None,
         start_seconds: float = 120.0,
         log_directory: str | Path | None = None,
+        client_options: Mapping[str, Any] | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         for name, count in (("verifiers", verifiers), ("routers", routers)):
@@ -93,6 +96,7 @@ class LocalStack:
             "speculator": engine | dict(speculator_options or {}),
         }
         self._environ = dict(environ or {})
+        self._client_options = dict(client_options or {})
         self._start_seconds = start_seconds
         self._log_directory = Path(log_directory) if log_directory else None
         self._notify = notify or (lambda line: None)
@@ -294,7 +298,7 @@ class LocalStack:
         end = time.monotonic() + self._start_seconds
         wanted = [pod for tier in ("verifier", "speculator") for pod in self._pods[tier] if pod.alive]
         for target in self.targets:
-            with Client(target) as client:
+            with Client(target, **self._client_options) as client:
                 while missing := _not_linked(client, wanted):
                     if time.monotonic() > end:
                         raise Unavailable(f"after {self._start_seconds:g} s the router has no link to {missing}")

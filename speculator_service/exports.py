@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graftree.observe.exports import Export
+from graftree.observe.exports import Export, counters_of
+from speculator_service.counters import Counters
 
 if TYPE_CHECKING:
     from speculator_service.pod import SpeculatorPod
@@ -16,6 +17,7 @@ def _kv_usage(pod: SpeculatorPod) -> float:
 
 
 EXPORTS: list[Export[SpeculatorPod]] = [
+    *counters_of("graftree_speculator", Counters, lambda pod: pod.counters),
     Export("graftree_speculator_steps_total", "counter", "Calls of the drafter.", lambda pod: pod.engine.steps),
     Export(
         "graftree_speculator_leaves_expanded_total",

@@ -13,6 +13,7 @@ from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service import shapes
+from speculator_service.counters import Counters
 from speculator_service.drafters import loader
 from speculator_service.drafters.base import Drafter
 from speculator_service.engine import Engine
@@ -27,11 +28,12 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
     """Loads the drafter, grows trees for whoever opens sessions.
 
     Attributes:
-        drafter, engine: there once `load` is through.
+        drafter, engine, counters: there once `load` is through.
     """
 
     drafter: Drafter
     engine: Engine
+    counters: Counters
     _service: SpeculationService | None = None
 
     async def load(self) -> None:
@@ -55,7 +57,8 @@ class SpeculatorPod(Pod[SpeculatorConfig]):
             vocab_size=drafter.vocab_size,
             max_context=drafter.max_context,
         )
-        self._service = SpeculationService(hello, limits, self._load_now)
+        self._service = SpeculationService(hello, limits, self._load_now, self.tracer)
+        self.counters = self._service.counters
         self.engine = Engine(drafter, batch_leaves=config.batch_leaves, deliver=self._service.deliver)
         self._service.attach(self.engine)
         self.engine.start()

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
 from graftree.errors import GraftreeError, InvalidArgument, NotFound, ResourceExhausted
+from graftree.observe.tracing import NO_TRACER, Span, Tracer
 from graftree.rpc.outbox import Outbox
 from graftree.rpc.status import to_failure
 from graftree.v1 import common_pb2, speculation_pb2
+from speculator_service.counters import Counters
 from speculator_service.engine import Engine
 from speculator_service.events import Close, Commit, Event, Failed, Grown, Open, Operation
 from speculator_service.limits import Limits, check_tokens
@@ -23,6 +26,13 @@ Writer = Callable[[speculation_pb2.SpeculateResponse], Awaitable[None]]
 
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Session:
+    vocab_size: int
+    span: Span
+    nodes: int = 0  # sent
 
 
 class RouterStream:
@@ -35,6 +45,8 @@ class RouterStream:
         admits: whether the pod takes one more session.
         load: the pod's load now.
         left: called when sessions have ended.
+        counters: of the pod.
+        tracer: of the sessions.
     """
 
     def __init__(
@@ -46,16 +58,19 @@ class RouterStream:
         admits: Callable[[], bool],
         load: Callable[[], common_pb2.PodLoad],
         left: Callable[[], None],
+        counters: Counters,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._name, self._engine, self._limits = name, engine, limits
         self._admits, self._load, self._left = admits, load, left
+        self._counters, self._tracer = counters, tracer
         self._outbox: Outbox[Grown | common_pb2.SessionFailure | common_pb2.PodLoad] = Outbox(credits=0)
-        self._vocab_sizes: dict[str, int] = {}  # of the sessions open, by the router's id
+        self._sessions: dict[str, _Session] = {}  # open ones, by the router's id
         self._complained: set[str] = set()  # reasons logged, once each
 
     def __len__(self) -> int:
         """Sessions open."""
-        return len(self._vocab_sizes)
+        return len(self._sessions)
 
     async def run(
         self,
@@ -81,15 +96,16 @@ class RouterStream:
 
     def close(self) -> None:
         """The stream is over: forget its sessions."""
-        self._engine.submit([Close(self._key(session_id)) for session_id in self._vocab_sizes])
-        self._vocab_sizes.clear()
+        self._engine.submit([Close(self._key(session_id)) for session_id in self._sessions])
+        for session_id in list(self._sessions):
+            self._forget(session_id)
         self._outbox.close()
         self._left()
 
     def deliver(self, event: Event) -> None:
         """Queue an event of one of this stream's sessions."""
         session_id = event.session_id.partition(":")[2]
-        if session_id not in self._vocab_sizes:
+        if session_id not in self._sessions:
             return
         if isinstance(event, Failed):
             self._give_up(session_id, event.error)
@@ -137,7 +153,7 @@ class RouterStream:
             self._give_up(request.session_id, error)
 
     def _drop(self, session_id: str, operations: list[Operation]) -> None:
-        if self._vocab_sizes.pop(session_id, None) is not None:
+        if self._forget(session_id):
             operations.append(Close(self._key(session_id)))
             self._left()
 
@@ -148,18 +164,21 @@ class RouterStream:
                 f"no session left: this pod takes {self._limits.max_sessions}, none while draining"
             )
         session = self._limits.session(self._key(request.session_id), request)
-        self._vocab_sizes[request.session_id] = request.vocab_size
+        span = self._tracer.start("draft", parent=request.traceparent, kind="server", session_id=request.session_id)
+        self._sessions[request.session_id] = _Session(request.vocab_size, span)
+        self._counters.sessions_opened += 1
         tree = self._limits.tree(session, request.max_depth)
         operations.append(Open(session, tree, arrived_ns, self._limits.drawing(session, request)))
 
     def _commit(self, request: speculation_pb2.DraftCommit, arrived_ns: int, operations: list[Operation]) -> None:
-        vocab_size = self._vocab_sizes.get(request.session_id)
-        if vocab_size is None:
+        open_session = self._sessions.get(request.session_id)
+        if open_session is None:
             raise NotFound("the session is not open on this stream")
         if not request.token_ids:
             raise InvalidArgument("commits.token_ids", 0, "at least one token")
-        check_tokens(request.token_ids, vocab_size)
+        check_tokens(request.token_ids, open_session.vocab_size)
         key = self._key(request.session_id)
+        self._counters.commits += 1
         operations.append(
             Commit(
                 key,
@@ -172,12 +191,22 @@ class RouterStream:
         )
 
     def _give_up(self, session_id: str, error: GraftreeError) -> None:
-        self._vocab_sizes.pop(session_id, None)
+        self._forget(session_id, error)
+        self._counters.sessions_failed += 1
         self._left()
         self._outbox.put(to_failure(session_id, error))
         if error.reason not in self._complained:
             self._complained.add(error.reason)
             log.warning("a session is refused or given up", reason=error.reason, message=str(error))
+
+    def _forget(self, session_id: str, error: GraftreeError | None = None) -> bool:
+        """Close a session here. Returns whether it was open."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        session.span.set(nodes=session.nodes)
+        session.span.end(error)
+        return True
 
     def _key(self, session_id: str) -> str:
         return f"{self._name}:{session_id}"
@@ -191,9 +220,13 @@ class RouterStream:
         failures = [item for item in items if isinstance(item, common_pb2.SessionFailure)]
         grown: dict[str, list[Grown]] = {}
         for item in items:
-            if isinstance(item, Grown) and item.session_id.partition(":")[2] in self._vocab_sizes:
+            if isinstance(item, Grown) and item.session_id.partition(":")[2] in self._sessions:
                 grown.setdefault(item.session_id, []).append(item)
         deltas = [delta for parts in grown.values() if (delta := delta_of(parts)) is not None]
+        for delta in deltas:
+            self._sessions[delta.session_id].nodes += len(delta.token_ids)
+            self._counters.nodes += len(delta.token_ids)
+        self._counters.deltas += len(deltas)
         told = any(isinstance(item, common_pb2.PodLoad) for item in items)
         if not (deltas or failures or told):
             return None, False

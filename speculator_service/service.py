@@ -9,9 +9,11 @@ from itertools import count
 import grpc
 
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
+from graftree.observe.tracing import NO_TRACER, Tracer
 from graftree.rpc.status import abort
 from graftree.rpc.ticker import LOAD_INTERVAL_SECONDS, Ticker
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
+from speculator_service.counters import Counters
 from speculator_service.engine import Engine
 from speculator_service.events import Event
 from speculator_service.limits import Limits
@@ -27,10 +29,18 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
         hello: what this pod says first.
         limits: of sessions and trees.
         load: the pod's load now.
+        tracer: of the sessions.
     """
 
-    def __init__(self, hello: common_pb2.StreamHello, limits: Limits, load: Callable[[], common_pb2.PodLoad]) -> None:
-        self._hello, self._limits, self._load = hello, limits, load
+    def __init__(
+        self,
+        hello: common_pb2.StreamHello,
+        limits: Limits,
+        load: Callable[[], common_pb2.PodLoad],
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self.counters = Counters()
+        self._hello, self._limits, self._load, self._tracer = hello, limits, load, tracer
         self._streams: dict[str, RouterStream] = {}
         self._numbers = count(1)
         self._engine: Engine | None = None
@@ -90,7 +100,16 @@ class SpeculationService(speculation_pb2_grpc.SpeculationServiceServicer):
         except (InvalidArgument, Incompatible, Unavailable) as error:
             await abort(context, error)
         name = str(next(self._numbers))
-        stream = RouterStream(name, self._engine, self._limits, admits=self._admits, load=self._load, left=self._left)
+        stream = RouterStream(
+            name,
+            self._engine,
+            self._limits,
+            admits=self._admits,
+            load=self._load,
+            left=self._left,
+            counters=self.counters,
+            tracer=self._tracer,
+        )
         self._streams[name] = stream
         try:
             await context.write(speculation_pb2.SpeculateResponse(hello=self._hello, load=self._load()))

@@ -12,7 +12,6 @@ OpenTelemetry is imported only where `trace_endpoint` is set (the extra `tracing
 from __future__ import annotations
 
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -130,17 +129,6 @@ def parent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
         if key == METADATA_KEY and isinstance(value, str) and is_traceparent(value):
             return value
     return ""
-
-
-def current_traceparent() -> str:
-    """Of the caller's own OpenTelemetry span, for a client's metadata; empty where the program does not trace."""
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return ""
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
 def tracer(config: ObservedConfig, *, tier: str, pod_id: str) -> Tracer:
