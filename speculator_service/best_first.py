@@ -7,8 +7,9 @@ drafter that promises too much spends less.
 Nodes leave as deltas while the tree still grows; so a candidate less probable than a fair share of the budget, 1/N,
 waits until nothing better is left to expand. Below `LEAST_SHARE` of a fair share, or `LEAST_CHANCE` if that is less,
 it stays outside and growth ends: a verifier that takes at most N nodes would hardly ever find it worth a row, and
-on one machine drafting it takes the time from the verifier. A full tree still grows where that pays: a candidate
-takes the place of the worst leaf once it is `GAIN` times as probable.
+on one machine drafting it takes the time from the verifier. Seen with the n-gram drafter on answers of SmolLM2-135M
+and N = 32: runs 0.6 % shorter for 40 % fewer nodes and a third less drafting. A full tree still grows where that
+pays: a candidate takes the place of the worst leaf once it is `GAIN` times as probable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # One step expands a session's best leaf, and with it those at least 1/8 as probable: a peaked tree grows as a
 # chain, a flat one in layers.
 _STEP_SPREAD = math.log(8.0)
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.125
 LEAST_CHANCE = 0.02  # what a row costs a small verify step, in steps
 GAIN = 2.0
 

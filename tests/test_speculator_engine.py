@@ -25,11 +25,11 @@ PROMPT = (1, 2, 3)
 
 def opening(session_id: str, **changes: Any) -> Open:
     """A session behind three tokens."""
-    fields = {"max_nodes": 20, "max_depth": 6, "vocab_size": 200, "max_length": 1000, **changes}
+    fields = {"max_nodes": 20, "max_depth": 6, "vocab_size": 200, "max_length": 1000}
+    fields |= {"sampling": common_pb2.SamplingParams(temperature=0.0), **changes}
     request = speculation_pb2.DraftOpen(
         session_id=session_id,
         token_ids=PROMPT,
-        sampling=common_pb2.SamplingParams(temperature=0.0),
         **fields,
     )
     session = LIMITS.session(session_id, request)
@@ -152,6 +152,72 @@ async def test_nodes_that_a_commit_overtook_are_not_sent() -> None:
         assert not [event for event in watched.events if isinstance(event, Grown) and event.nodes]
         watched.submit(Close("a"))
         drafter.gate.release(100)
+
+
+async def test_a_paused_session_drafts_and_says_nothing() -> None:
+    """From a commit that says so to one that does not: no leaf is expanded and no event comes, commits are followed
+    by tree and drafter; then growth goes on behind the last of them. Other sessions are served throughout."""
+    expanded: list[str] = []
+    told: list[tuple[int, ...]] = []
+
+    class Spy(Flat):
+        def expand(self, leaves: Sequence[Leaf]) -> Sequence[Answer]:
+            expanded.extend(leaf.session_id for leaf in leaves)
+            return super().expand(leaves)
+
+        def commit(self, session_id: str, token_ids: Sequence[int]) -> None:
+            told.append(tuple(token_ids))
+
+    async with running(Spy()) as watched:
+        opened = opening("a")
+        watched.submit(opened)
+        await watched.until(lambda: watched.complete("a"))
+        expanded.clear()
+        watched.events.clear()
+        watched.submit(Commit("a", (199,), 3, 0, paused=True), Commit("a", (198,), 4, 0, paused=True), opening("b"))
+        await watched.until(lambda: watched.complete("b"))
+        assert set(expanded) == {"b"}
+        assert not [event for event in watched.events if event.session_id == "a"]
+        watched.submit(Commit("a", (197, 196), 5, 0))
+        await watched.until(lambda: watched.complete("a"))
+        assert told == [(199,), (198,), (197, 196)]
+        assert opened.tree.committed_length == 7
+        assert len(opened.tree) == 20
+
+
+async def test_a_commit_sets_the_budget() -> None:
+    """As many nodes as the commit says, and those of the opening again when it says nothing."""
+    async with running(Flat()) as watched:
+        opened = opening("a")
+        watched.submit(opened, Commit("a", (199,), 3, 0, budget=3))
+        await watched.until(lambda: watched.complete("a"))
+        assert len(opened.tree) == 3
+        watched.events.clear()
+        watched.submit(Commit("a", (199,), 4, 0))
+        await watched.until(lambda: watched.complete("a"))
+        assert len(opened.tree) == 20
+
+
+async def test_sessions_learn_from_those_before_them() -> None:
+    """What commits said about the drafter is where a new session begins; greedy sessions and those under noise are
+    told apart."""
+    async with running(Flat(width="1")) as watched:
+        watched.submit(opening("a"))
+        for length in range(3, 100):
+            await watched.until(lambda: watched.complete("a"))
+            watched.events.clear()
+            watched.submit(Commit("a", (199,), length, 0))
+        await watched.until(lambda: watched.complete("a"))
+        assert watched.engine.priors["greedy"].chance(1, 0.6) < 0.2
+        later = opening("b")
+        watched.submit(later)
+        await watched.until(lambda: watched.complete("b"))
+        assert len(later.tree) < 3
+        noisy = opening("c", sampling=common_pb2.SamplingParams(temperature=1.0, seed=1))
+        watched.submit(noisy)
+        await watched.until(lambda: watched.complete("c"))
+        assert len(noisy.tree) > len(later.tree)
+        assert set(watched.engine.priors) == {"greedy", "noise"}
 
 
 async def test_all_sessions_share_each_step() -> None:

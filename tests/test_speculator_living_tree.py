@@ -113,7 +113,7 @@ def test_growth_ends_where_a_verifier_would_not_look() -> None:
     tree.attach(tree.take(1)[0], [Candidate(1, -3.0), Candidate(2, -9.0)])
     (node,) = tree.take(4)
     assert node.token_id == 1
-    tree.attach(node, [Candidate(3, -2.0)])
+    tree.attach(node, [Candidate(3, -2.5)])
     assert tree.complete
     assert len(tree) == 1
     tree.commit([1])
