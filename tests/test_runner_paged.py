@@ -117,6 +117,24 @@ def test_lone_sequence_gets_one_piece() -> None:
     assert pool.allocate(2) + pool.allocate(1) + pool.allocate(3) == list(range(6))
 
 
+def test_blocks_lie_in_one_piece_where_they_can() -> None:
+    """The lowest gap that is large enough is taken whole; a sequence that grows goes on behind its last block; where
+    neither can be, the lowest blocks are taken."""
+    pool = BlockPool(12)
+    parts = [pool.allocate(count) for count in (2, 3, 1, 2)]
+    pool.free(parts[0] + parts[1][1:])
+    assert pool.allocate(3) == [8, 9, 10], "not 0, 1, 3"
+    assert pool.allocate(2) == [0, 1]
+    assert pool.allocate(2, behind=2) == [3, 4]
+    pool.free([9, 10])
+    assert pool.allocate(3, behind=8) == [9, 10, 11]
+    pool.free([0, 3, 4, 9])
+    assert pool.allocate(3, behind=8) == [9, 3, 4]
+    assert pool.allocate(1, behind=11) == [0]
+    assert pool.free_blocks == 0
+    pool.check()
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), unique_by=lambda pair: pair[1], max_size=20))
 def test_move_rows_is_as_if_all_at_once(pairs: list[tuple[int, int]]) -> None:

@@ -101,7 +101,8 @@ class Reservations:
         missing = -(-rows // self._kv.block_size) - len(session.blocks)
         if missing > self._pool.free_blocks:
             return False
-        session.blocks += self._pool.allocate(max(0, missing))
+        if missing > 0:
+            session.blocks += self._pool.allocate(missing, behind=session.blocks[-1])
         return True
 
     def _take(self, session: Session) -> None:
@@ -115,7 +116,8 @@ class Reservations:
             self._counters.prefix_cache_queries += len(session.token_ids) - 1
             self._counters.prefix_cache_hits += len(known) * size
         try:
-            session.blocks = known + pool.allocate(max(0, wanted - len(known)))
+            behind = known[-1] if known else None
+            session.blocks = known + pool.allocate(max(0, wanted - len(known)), behind=behind)
         except Exception:
             pool.free(known)
             raise

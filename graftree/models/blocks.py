@@ -9,7 +9,6 @@ recently used first.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -37,7 +36,7 @@ def block_names(before: bytes, token_ids: Sequence[int], block_size: int) -> lis
 
 
 class BlockPool:
-    """Free blocks are given out lowest first, so that a lone sequence gets blocks that lie in one piece.
+    """Blocks are given out in one piece where there is one: rows that lie together are read without being gathered.
 
     Attributes:
         num_blocks: free, idle and used ones.
@@ -45,7 +44,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))  # a heap
+        self._free = np.ones(num_blocks, np.bool_)
         self._references: dict[int, int] = {}
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
@@ -54,26 +53,36 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be allocated, idle ones included."""
-        return len(self._free) + len(self._idle)
+        return int(np.count_nonzero(self._free)) + len(self._idle)
 
     @property
     def idle_blocks(self) -> int:
         """Published blocks to which nobody refers."""
         return len(self._idle)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, behind: int | None = None) -> list[int]:
         """Take `count` blocks, with a reference each. Idle ones lose their content where free ones do not suffice.
+
+        Args:
+            behind: the sequence's last block so far; the free ones that follow it are taken first.
 
         Raises:
             ResourceExhausted: fewer are free; none is taken.
         """
         if count > self.free_blocks:
             raise ResourceExhausted(f"{count} KV blocks wanted, {self.free_blocks} of {self.num_blocks} free")
-        for block in list(self._idle)[: max(0, count - len(self._free))]:
+        for block in list(self._idle)[: max(0, count - int(np.count_nonzero(self._free)))]:
             del self._idle[block]
             del self._named[self._names.pop(block)]
-            heapq.heappush(self._free, block)
-        blocks = [heapq.heappop(self._free) for _ in range(count)]
+            self._free[block] = True
+        blocks: list[int] = []
+        if behind is not None:
+            following = self._free[behind + 1 : behind + 1 + count]
+            reach = len(following) if following.all() else int(np.argmin(following))
+            blocks = list(range(behind + 1, behind + 1 + reach))
+            self._free[blocks] = False
+        blocks += self._one_piece(count - len(blocks))
+        self._free[blocks] = False
         self._references.update(dict.fromkeys(blocks, 1))
         return blocks
 
@@ -120,7 +129,7 @@ class BlockPool:
             if block in self._names:
                 self._idle[block] = None
             else:
-                heapq.heappush(self._free, block)
+                self._free[block] = True
 
     def check(self) -> None:
         """Integrity: every block is free, idle or in use, exactly one of these, and names lead back to their blocks.
@@ -128,17 +137,26 @@ class BlockPool:
         Raises:
             GraftreeError: a block is lost, owned twice or wrongly named.
         """
-        free, idle, used = set(self._free), set(self._idle), set(self._references)
+        free, idle, used = set(np.flatnonzero(self._free).tolist()), set(self._idle), set(self._references)
         whole = len(free) + len(idle) + len(used) == self.num_blocks == len(free | idle | used)
-        if not whole or len(free) != len(self._free) or not all(count > 0 for count in self._references.values()):
+        if not whole or not all(count > 0 for count in self._references.values()):
             raise GraftreeError(
-                f"KV pool broken: {len(self._free)} free + {len(idle)} idle + {len(used)} used"
-                f" of {self.num_blocks} blocks"
+                f"KV pool broken: {len(free)} free + {len(idle)} idle + {len(used)} used of {self.num_blocks} blocks"
             )
         if {name: block for block, name in self._names.items()} != self._named or not idle <= set(self._names):
             raise GraftreeError(f"KV pool broken: {len(self._named)} names of {len(self._names)} blocks")
         if free & set(self._names):
             raise GraftreeError("KV pool broken: a free block has a name")
+
+    def _one_piece(self, count: int) -> list[int]:
+        """The lowest `count` free blocks that follow each other, or just the lowest."""
+        free = np.flatnonzero(self._free)
+        ends = np.flatnonzero(np.diff(free, append=-1) != 1)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        long_enough = np.flatnonzero(ends - starts + 1 >= count)
+        first = int(starts[long_enough[0]]) if len(long_enough) else 0
+        found: list[int] = free[first : first + count].tolist()
+        return found
 
     def _expect_used(self, blocks: Sequence[int]) -> None:
         if len(set(blocks)) != len(blocks) or not self._references.keys() >= set(blocks):
