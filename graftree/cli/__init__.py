@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from graftree import __version__
-from graftree.cli import boost, distill, generate, models, up
+from graftree.cli import boost, distill, generate, keys, models, up
 from graftree.errors import ConfigError, GraftreeError, InvalidArgument
 
 INTERRUPTED = 130
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, models, distill, boost):
+    for command in (up, generate, models, distill, boost, keys):
         command.add_parser(commands)
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import grpc
+
 from graftree.cli.stack import add_options, refuse_with_target, stack_arguments
 from graftree.client import Client, Stream
 from graftree.errors import InvalidArgument
@@ -34,6 +36,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="HOST:PORT",
         default=os.environ.get("GRAFTREE_TARGET") or None,
         help="a running router (default: $GRAFTREE_TARGET)",
+    )
+    parser.add_argument(
+        "--ca",
+        metavar="FILE",
+        help="TLS: the router's certificate is by one of these authorities (PEM). An API key is read from "
+        "$GRAFTREE_API_KEY",
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
@@ -75,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Generate; an interrupt cancels the generation before it is passed on."""
     prompt = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
-    with _target(chosen) as target, Client(target) as client:
+    with _target(chosen) as target, _client(target, chosen.ca) as client:
         text, options = _request(prompt, chosen)
         with client.stream(text, **options) as stream:
             try:
@@ -85,6 +93,11 @@ def run(chosen: argparse.Namespace) -> int:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 return 1
     return 0
+
+
+def _client(target: str, ca: str | None) -> Client:
+    credentials = None if ca is None else grpc.ssl_channel_credentials(_bytes("--ca", ca))
+    return Client(target, credentials=credentials, api_key=os.environ.get("GRAFTREE_API_KEY") or None)
 
 
 @contextlib.contextmanager
@@ -139,9 +152,16 @@ def _content(flag: str, path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise InvalidArgument(flag, path, f"a text file that can be read ({type(error).__name__})") from None
+        return _bytes(flag, path).decode()
+    except UnicodeError:
+        raise InvalidArgument(flag, path, "a text file") from None
+
+
+def _bytes(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(flag, path, f"a file that can be read ({type(error).__name__})") from None
 
 
 def _show(stream: Stream, *, as_json: bool) -> None:
