@@ -76,7 +76,7 @@ def record(options: argparse.Namespace) -> tuple[list[Recording], int]:
 def main() -> int:
     arguments = report.parser(__doc__.splitlines()[0])
     arguments.add_argument("--model", default=DEFAULT_MODEL)
-    arguments.add_argument("--ssm", default="ssm:smollm2", metavar="SPEC", help="drafter")
+    arguments.add_argument("--ssm", default="model:ssm:smollm2", metavar="SPEC", help="drafter")
     arguments.add_argument("--boosted", nargs=2, metavar="SPEC", help="drafters that were boost-tuned together")
     arguments.add_argument("--single", metavar="SPEC", help="a drafter of the size of both boosted ones")
     arguments.add_argument("--per-category", type=int, default=20, help="prompts")

@@ -22,13 +22,12 @@ from bench.recording import Prompt, prompts
 from bench.tables import ALL, Table
 from graftree import Client, LocalStack
 from graftree.cli.stack import tell
-from graftree.config import DEFAULT_MODEL
+from graftree.config import DEFAULT_MODEL, DEFAULT_SPECULATORS
 from graftree.local.processes import ProcessPod
 from graftree.sdk.options import SpeculationOptions
 from graftree.sdk.results import Result
 from graftree.text.tokenizer import Tokenizer
 
-SPECULATORS = ("ssm:smollm2", "ngram")
 WARM_UP = "Name three rivers, and say of each where it begins and where it ends."
 GOAL = 1.8
 BUCKETS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # least numbers of draft tokens of the histogram's columns
@@ -202,7 +201,9 @@ def summary(pairs: Sequence[Pair]) -> report.Report:
 def main() -> int:
     arguments = report.parser(__doc__.splitlines()[0])
     arguments.add_argument("--model", default=DEFAULT_MODEL)
-    arguments.add_argument("--speculator", action="append", metavar="SPEC", help=f"default: {', '.join(SPECULATORS)}")
+    arguments.add_argument(
+        "--speculator", action="append", metavar="SPEC", help=f"default: {', '.join(DEFAULT_SPECULATORS)}"
+    )
     arguments.add_argument("--per-category", type=int, default=5, help="prompts")
     arguments.add_argument("--max-new-tokens", type=int, default=96)
     arguments.add_argument("--temperature", type=float, default=0.0)
@@ -213,7 +214,7 @@ def main() -> int:
         options.per_category, options.max_new_tokens = 1, min(options.max_new_tokens, 24)
     lines = report.prompts(options.prompts, sys.maxsize)
     chosen = prompts(lines, Tokenizer.load(options.model), options.per_category)
-    speculators = options.speculator or list(SPECULATORS)
+    speculators = options.speculator or list(DEFAULT_SPECULATORS)
     with LocalStack(options.model, speculators, threads=options.threads, notify=tell) as stack:
         pairs = run(stack, chosen, options)
     out = summary(pairs)
