@@ -33,14 +33,8 @@ from graftree.errors import GraftreeError
 from graftree.local_stack import LocalStack
 
 MANIFEST = Path(__file__).resolve().parents[1] / "deploy" / "kustomize" / "overlays" / "keda" / "speculator.yaml"
-MODEL = "standin:?step_ms=100&vocab=512&context=4096"
-SPECULATOR: dict[str, Any] = {
-    "drafter": "standin?step_ms=25&hit_rate=0.8",
-    "batch_leaves": 2,  # leaves per 25 ms: a pod's whole capacity
-    "max_nodes": 12,
-    "max_depth": 12,
-    "drain_seconds": 0.5,
-}
+CAPACITY = {"batch_leaves": 2, "max_nodes": 12, "max_depth": 12}  # leaves per step: all that a pod can do
+CALIBRATION_STEPS = 60
 MAX_NEW_TOKENS = 48
 START_SECONDS = 15.0  # image there, model loaded, registered
 NOTICE_SECONDS = 40.0  # until a cluster believes that a node is gone
@@ -59,6 +53,7 @@ class Pool:
     """
 
     stack: LocalStack
+    drafter: str
     faster: float
     wanted: int = 0
     alive: list[int] = field(default_factory=list)
@@ -94,7 +89,7 @@ class Pool:
 
     async def _start(self) -> None:
         await asyncio.sleep(START_SECONDS / self.faster)
-        index = await asyncio.to_thread(self.stack.add, "speculator", SPECULATOR)
+        index = await asyncio.to_thread(self.stack.add, "speculator", {"drafter": self.drafter})
         self.starting -= 1
         self.alive.append(index)
         self.scale(self.wanted)
@@ -164,9 +159,9 @@ class Rate:
 class Lab:
     """One stack, and what is asked of it."""
 
-    def __init__(self, stack: LocalStack, faster: float) -> None:
+    def __init__(self, stack: LocalStack, drafter: str, faster: float) -> None:
         self.stack, self.faster = stack, faster
-        self.pool = Pool(stack, faster)
+        self.pool = Pool(stack, drafter, faster)
         self.router: Any = stack.pods("router")[0]
         self.metrics = self.router.instance.metrics
 
@@ -272,8 +267,9 @@ def judge(report: Report, threshold: float, days: dict[str, Course]) -> None:
 
 async def run(options: argparse.Namespace, stack: LocalStack, report: Report) -> None:
     """Calibrate, then the three days."""
-    lab = Lab(stack, options.faster)
-    threshold = await lab.capacity(2.0 if options.quick else 5.0)
+    drafter = f"standin?step_ms={options.step_ms / 4:g}&hit_rate=0.8"
+    lab = Lab(stack, drafter, options.faster)
+    threshold = await lab.capacity(options.step_ms / 1000 * CALIBRATION_STEPS / (3 if options.quick else 1))
     config = replace(ScalerConfig.read(MANIFEST), threshold=threshold).faster(options.faster)
     requests = arrivals(options.day, options.peak, options.seed)
     days = {"autoscaled": await lab.day(options.day, requests, Scaler(config, 1), 1)}
@@ -295,16 +291,21 @@ def main() -> int:
     flags.add_argument("--day", type=float, default=120.0, help="seconds that the day lasts")
     flags.add_argument("--faster", type=float, default=15.0, help="what the autoscaler's times are divided by")
     flags.add_argument("--peak", type=float, default=5.0, help="requests per second at the busiest")
+    flags.add_argument("--step-ms", type=float, default=100.0, help="a verify step's time; a drafter's is a quarter")
     flags.add_argument("--seed", type=int, default=0)
     options = flags.parse_args()
     if options.quick:
         options.day = min(options.day, 20.0)
     report = Report("autoscale: speculators follow demand")
-    router = {"lease_seconds": 0.5, "tree_depth": 6, "max_requests": 4096}
-    verifier = {"lease_seconds": 0.5, "threads": 1}
-    speculator = {"lease_seconds": 0.5, "threads": 1}
+    lease = {"lease_seconds": 7.5 / options.faster}
     with LocalStack(
-        MODEL, [], in_process=True, router_options=router, verifier_options=verifier, speculator_options=speculator
+        f"standin:?step_ms={options.step_ms:g}&vocab=512&context=4096",
+        [],
+        in_process=True,
+        threads=1,
+        router_options=lease | {"tree_depth": 6, "max_requests": 4096},
+        verifier_options=lease,
+        speculator_options=lease | CAPACITY | {"drain_seconds": 0.5},
     ) as stack:
         asyncio.run(run(options, stack, report))
     return report.finish(options.json)
