@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,7 @@ class Stretch:
     plain: float
 
 
-STRETCHES = (
-    "wrong, first rounds",
-    "wrong, later",
-    "good",
-    "good, 2nd half",
-    "wrong again, first",
-    "wrong again, later",
-)
+STRETCHES = ("wrong: first", "wrong: later", "good", "good: later", "again: first", "again: later")
 
 
 def answer(client: Client, options: dict[str, Any], *, off: bool) -> tuple[Answer, list[int]]:
@@ -135,7 +129,7 @@ def stretches(fast: Answer, plain: Answer, turns: tuple[int, int, int]) -> dict[
 def recovery(fast: Answer, turns: tuple[int, int, int]) -> int:
     """Rounds from the turn to the better until drafts were accepted again."""
     found = fast.rounds(turns[0], turns[1])
-    return next((number for number, (a, b) in enumerate(zip(found, found[1:])) if b - a > 2), len(found))
+    return next((number for number, (a, b) in enumerate(pairwise(found)) if b - a > 2), len(found))
 
 
 def measure(setting: Setting, repeats: int) -> tuple[dict[str, float], int]:
@@ -197,10 +191,10 @@ def main() -> int:
     for setting in settings(options):
         ratios, rounds = measure(setting, options.repeats)
         rows[setting.name] = (*ratios.values(), float(rounds))
-        for name in ("wrong, later", "wrong again, later"):
+        for name in ("wrong: later", "again: later"):
             out.add(f"{setting.name}: {name}", ratios[name], "of plain", f">= {PAR}", ratios[name] >= PAR)
-        good = ratios["good, 2nd half"]
-        out.add(f"{setting.name}: good, 2nd half", good, "of plain", f">= {RECOVERED}", good >= RECOVERED)
+        good = ratios["good: later"]
+        out.add(f"{setting.name}: good: later", good, "of plain", f">= {RECOVERED}", good >= RECOVERED)
     table = Table.of("throughput over plain", (*STRETCHES, "rounds"), rows, rows.__getitem__)
     print(f"\n{table}")
     out.details = {"table": table.details()}
