@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from graftree.config import load
 from graftree.pod import READINESS
@@ -17,6 +19,7 @@ from tests.deploy_manifests import (
     KUSTOMIZE,
     OVERLAYS,
     Workload,
+    build,
     environment,
     example_secret,
     named,
@@ -76,6 +79,7 @@ def test_tiers_start_with_their_environment(name: str) -> None:
         assert config.advertise == f"10.1.2.3:{config.port}"
         assert ports["grpc"] == config.port
         assert config.metrics_listen == f"0.0.0.0:{ports['metrics']}"
+        assert config.health_listen == f"0.0.0.0:{ports['health']}"
 
 
 def test_the_secret_holds_nothing_but_configuration() -> None:
@@ -91,7 +95,8 @@ def test_probes(name: str) -> None:
     for workload in tiers(overlay(name)).values():
         (container,) = workload.spec["containers"]
         live, ready, start = (container[f"{kind}Probe"] for kind in ("liveness", "readiness", "startup"))
-        assert live["grpc"] == start["grpc"] == {"port": container["ports"][0]["containerPort"]}
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert live["grpc"] == start["grpc"] == {"port": ports["health"]}
         assert ready["grpc"] == live["grpc"] | {"service": READINESS}
         assert start["periodSeconds"] * start["failureThreshold"] >= 300
         assert live["periodSeconds"] * live["failureThreshold"] > ready["periodSeconds"] * ready["failureThreshold"]
@@ -277,6 +282,29 @@ def test_gpu_overlay() -> None:
     assert limits["nvidia.com/gpu"] == requests["nvidia.com/gpu"] == 1
     assert verifier.resource["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert verifier.spec["containers"][0]["image"].endswith("-gpu")
+
+
+def test_tls_component(tmp_path: Path) -> None:
+    """With the component, every file that the configuration names is mounted read-only from a Secret."""
+    folders = [os.path.relpath(KUSTOMIZE / name, tmp_path) for name in ("overlays/minimal", "components/tls")]
+    (tmp_path / "kustomization.yaml").write_text(json.dumps({"resources": folders[:1], "components": folders[1:]}))
+    resources = tuple(yaml.safe_load_all(build(tmp_path)))
+    for tier, workload in tiers(resources).items():
+        environ = environment(workload, resources, example_secret())
+        config = load(CONFIGS[tier], [], environ)
+        (container,) = workload.spec["containers"]
+        volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
+        mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"] if m.get("readOnly")}
+        files = {value for value in environ.values() if value.startswith("/etc/graftree/")}
+        assert {config.tls_certificate, config.tls_key} <= files
+        for path in files:
+            folder, _, name = path.rpartition("/")
+            assert name in ("tls.crt", "tls.key", "ca.crt", "keys.json")
+            assert mounts[folder]["secret"]["defaultMode"] == 0o440
+        # Routers take clients without a certificate of their own, the other tiers take routers alone.
+        assert bool(config.tls_client_ca) == (tier != "router")
+        for resource in resources:
+            kubernetes_validate.validate(resource, "1.37", strict=True)
 
 
 def test_kustomize_folder_has_no_orphans() -> None:
