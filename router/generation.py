@@ -109,7 +109,9 @@ class Generation:
             self._samples = Samples(plan, self._records, self._tools, self.events, self.arrived_ns, seeded=seeded)
             await self._samples.run()
             self.finished = True
+            log.debug("generation finished")
         except GraftreeError as error:
+            log.debug("generation failed", reason=error.reason)
             self._end(error)
         except Exception as error:
             log.exception("session failed", session=self.identifier)
