@@ -1,7 +1,8 @@
 """Tree attention from torch's own operators: the CPU's path, and a correct one on every other device.
 
 What does not depend on the layer (which cache rows to read, who sees whom) is a `_Plan`, worked out at the first
-layer of a step and kept in `TreeLayout.plans`. Sequences of like shape share one padded call. Query heads that
+layer of a step and kept in `TreeLayout.plans`. On the CPU in float32, sequences with few queries read the cache where
+it is (`kernels.pieces`); of the others those of like shape share one padded call over a copy. Query heads that
 share a key/value head are folded into the rows of one query, so keys are never expanded.
 """
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels import pieces
 from kernels.layout import TreeLayout
+from kernels.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,17 @@ def tree_attention(
         plan = _plan(block_tables, context_lens, tree, key_cache.shape[1], sliding_window, folded, query)
         tree.plans["cpu", sliding_window, folded, query.dtype] = plan
     keys, values = key_cache.view(-1, kv_heads, width), value_cache.view(-1, kv_heads, width)
-    output = torch.empty_like(query) if len(plan) != 1 or plan[0].rows is not None else None
+    output: Tensor | None = None
+    if len(plan) != 1 or (plan[0].packed if isinstance(plan[0], Pieces) else plan[0].rows) is not None:
+        output = torch.empty_like(query)
     for group in plan:
+        if isinstance(group, Pieces):
+            own = query if group.packed is None else query.index_select(0, group.packed)
+            out = group.run(own, keys, values, scale, softcap)
+            if group.packed is None or output is None:
+                return out
+            output.index_copy_(0, group.packed, out)
+            continue
         batch = group.batch
         padded = query if group.rows is None else query.index_select(0, group.rows)
         # (B, n, KVH, G, D) -> (B, KVH, G * n, D)
@@ -94,23 +106,49 @@ def _plan(
     sliding_window: int | None,
     folded: int,
     query: Tensor,
-) -> list[_Group]:
+) -> list[_Group | Pieces]:
     tables = block_tables.cpu().numpy()
     contexts = context_lens.tolist()
     starts = np.concatenate([[0], np.cumsum(tree.query_lens)]).astype(np.int64)
-    return [
-        _group(members, tables, contexts, starts, tree, block_size, sliding_window, folded, query)
-        for members in _partition(tree.query_lens, [c + t for c, t in zip(contexts, tree.tree_lens, strict=True)])
+    lengths = [c + t for c, t in zip(contexts, tree.tree_lens, strict=True)]
+    heads, counts = query.shape[1], tree.query_lens
+    members = [sequence for sequence, count in enumerate(counts) if count]
+    slots = {s: _slots(tables[s], np.arange(lengths[s]), block_size) for s in members}
+    few = []
+    alone = len(members) == 1 and bool(np.all(np.diff(slots[members[0]]) == 1))  # nothing to copy anyway
+    # In half precision the scores would be too coarse.
+    if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64) and not alone:
+        few = [s for s in members if pieces.fits(counts[s], lengths[s], slots[s], heads)]
+    plan: list[_Group | Pieces] = []
+    for group in map(sorted, pieces.partition(few, counts, lengths, heads)):
+        packed = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in group])
+        plan.append(
+            pieces.build(
+                [slots[s] for s in group],
+                [tree.visible(s, contexts[s], sliding_window) for s in group],
+                None if np.array_equal(packed, np.arange(len(tree))) else packed,
+                kv_heads=heads // folded,
+                folded=folded,
+                dtype=query.dtype,
+            )
+        )
+    rest = [s for s in members if s not in set(few)]
+    return plan + [
+        _group(group, tables, contexts, starts, tree, block_size, sliding_window, folded, query)
+        for group in _partition(rest, counts, lengths)
     ]
 
 
-def _partition(query_lens: tuple[int, ...], lengths: list[int]) -> list[list[int]]:
+def _slots(table: npt.NDArray[np.int32], logical: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
+    """Cache rows of a sequence's logical rows."""
+    return table[logical // block_size].astype(np.int64) * block_size + logical % block_size
+
+
+def _partition(members: list[int], query_lens: tuple[int, ...], lengths: list[int]) -> list[list[int]]:
     """Group sequences so that padding at most doubles the work of a call."""
     groups: list[list[int]] = []
     real = rows = length = 0
-    for sequence in sorted(range(len(lengths)), key=lambda s: (query_lens[s], lengths[s])):
-        if not query_lens[sequence]:
-            continue
+    for sequence in sorted(members, key=lambda s: (query_lens[s], lengths[s])):
         area = query_lens[sequence] * lengths[sequence]
         padded = max(rows, query_lens[sequence]) * max(length, lengths[sequence])
         if groups and padded * (len(groups[-1]) + 1) <= 2 * (real + area):
@@ -147,7 +185,7 @@ def _group(
         rows[index] = np.minimum(np.arange(most), n - 1) + starts[sequence]
         logical = np.arange(longest)
         logical[total:] = 0  # padding reads the sequence's own first row: nobody else's values, always finite
-        slots[index] = tables[sequence, logical // block_size].astype(np.int64) * block_size + logical % block_size
+        slots[index] = _slots(tables[sequence], logical, block_size)
     mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None, None]
     device = query.device
     ordered = batch * most == len(tree) and bool(np.all(rows.ravel() == np.arange(len(tree))))
