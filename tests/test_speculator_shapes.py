@@ -233,8 +233,8 @@ def test_a_budget_may_change_with_every_commit() -> None:
 
 
 def test_what_was_committed_teaches_the_calibration() -> None:
-    """A drafter that is never right soon grows next to nothing; its offers are still held against the outcome, so that
-    it grows again when it is right; and other sessions begin with what was learnt."""
+    """A drafter that is never right soon grows next to nothing; its offers are still held against the outcome, so
+    that it grows again when it is right; and other sessions begin with what was learnt."""
     prior, tree = Calibration(), make_tree(BEST_FIRST, max_nodes=16)
     tree.calibrate(prior)
 
