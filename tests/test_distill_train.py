@@ -17,7 +17,7 @@ from graftree.errors import Incompatible, InvalidArgument
 from graftree.models.load import load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
-from speculator_service.distill.boost import RUN, boost, mark
+from speculator_service.distill.boost import boost, mark
 from speculator_service.distill.corpus import Corpus, CorpusSettings
 from speculator_service.distill.run import DistillSettings, distill
 from speculator_service.distill.student import Batch, build, choose_tokens, hits, loss
@@ -192,19 +192,20 @@ def test_hits_are_counted_in_answers_only() -> None:
     assert hits(logits, batch, 3).tolist() == [1, 2, 2, 3]
 
 
-def test_marks_are_runs_that_the_student_gets(finished: Path) -> None:
-    """A token is marked iff it lies in a run of at least RUN right guesses, counted one by one."""
+@pytest.mark.parametrize("run", [1, 2, 4])
+def test_marks_are_runs_that_the_student_gets(finished: Path, run: int) -> None:
+    """A token is marked iff it lies in a run of at least `run` right guesses, counted one by one."""
     trainer = _trainer(finished)
-    marked = mark(trainer, 0)
+    marked = mark(trainer, 0, run)
     guesses, batch = trainer.guesses(0, 1)
     wanted = batch.targets.gather(-1, batch.chances.argmax(-1, keepdim=True))
     right = ((guesses == wanted) & (batch.chances.max(-1, keepdim=True).values > 0))[..., 0]
     for row in range(right.shape[0]):
         guessed = [False, *right[row, :-1].tolist()]
         expected = [False] * len(guessed)
-        for begin in range(len(guessed) - RUN + 1):
-            if all(guessed[begin : begin + RUN]):
-                expected[begin : begin + RUN] = [True] * RUN
+        for begin in range(len(guessed) - run + 1):
+            if all(guessed[begin : begin + run]):
+                expected[begin : begin + run] = [True] * run
         assert marked[row].tolist() == expected
 
 
