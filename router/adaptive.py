@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection
 from graftree.tree import TokenTree
 from graftree.v1.verification_pb2 import Verdict
 from router.budget import Budget
+from router.cut import Cut
 from router.ema import Mean
-from router.merge import Cut, MergedTree
+from router.merge import MergedTree
 from router.metrics import Metrics
 from router.pace import Costs, Rounds
 from router.patience import Patience, Wait
@@ -43,6 +44,7 @@ class AdaptiveSteering(Steering):
         self._costs: Costs | None = None
         self._budget: Budget | None = None
         self._cut = Cut(TokenTree(0))
+        self._brought: dict[str, tuple[float, int]] = {}
         self._scores: dict[str, float] = {}
 
     # Speculators.
@@ -123,7 +125,7 @@ class AdaptiveSteering(Steering):
         super().sent(cut, length, waited, waited_for)
         if waited:
             self._patience.waited(waited)
-        self._cut = cut
+        self._cut, self._brought = cut, cut.brought()
         self._scores = self._judge(cut, waited, waited_for)
         budget = self._budget
         if budget is not None and budget.count:
@@ -139,7 +141,7 @@ class AdaptiveSteering(Steering):
         self._trust.observe(self._cut.expected, len(accepted))
         if not len(self.roster):
             return False
-        brought, taken = self._cut.brought(), self._cut.taken(accepted)
+        brought, taken = self._brought, self._cut.taken(accepted)
         for kind in self.kinds:
             self.record(kind).trust.observe(brought.get(kind, (0.0, 0))[0], taken.get(kind, 0))
         roster, before = self.roster, self.kinds
@@ -162,10 +164,9 @@ class AdaptiveSteering(Steering):
         seconds = costs.overhead + waited + step
         expected = trust * cut.expected
         rate, own_rate = (costs.tokens + expected) / seconds, (1.0 + expected) / seconds
-        brought = cut.brought()
         scores = {}
         for kind in kinds:
-            tokens, rows = brought.get(kind, (0.0, 0))
+            tokens, rows = self._brought.get(kind, (0.0, 0))
             spared = step - costs.step(nodes - rows)
             if costs.alone:
                 spared += rounds.contention(kinds, kind) / costs.stretch * step

@@ -12,7 +12,8 @@ from graftree.noise import mix64
 from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import Verdict, VerifyStep
-from router.merge import Cut, MergedTree
+from router.cut import Cut
+from router.merge import MergedTree
 from router.metrics import Metrics, Outcome
 from router.patience import Wait
 from router.pods import Pods

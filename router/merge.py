@@ -9,16 +9,16 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from graftree.calibration import exclusive
-from graftree.codec import check_proposals
 from graftree.errors import InvalidTree
 from graftree.proposals import MAX_PER_NODE
 from graftree.tree import TokenTree, node_id
 from graftree.v1.common_pb2 import Proposals
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import VerifyStep
+from router.cut import Cut, Taker
+from router.deltas import check_delta
 from router.record import Agreement, Record
 
 
@@ -44,7 +44,7 @@ class Node:
     chance: float = 1.0
     stamp: int = 0
     survival: float = 1.0
-    proposals: dict[str, tuple[int, Proposals]] = field(default_factory=dict)
+    proposals: dict[str, tuple[int, Proposals]] | None = None
 
 
 @dataclass(slots=True)
@@ -54,55 +54,6 @@ class _Source:
     record: Record
     bit: int
     count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The tree of one step.
-
-    Attributes:
-        tree: log_probs = the combined, calibrated conditional log probabilities.
-        survivals: (N,) probability that each node is accepted.
-        alone: (N,) bits of the kinds without whom the node, or an ancestor of it, would not be there.
-        kinds: the kind that each bit stands for.
-    """
-
-    tree: TokenTree
-    survivals: tuple[float, ...] = ()
-    alone: tuple[int, ...] = ()
-    kinds: tuple[str, ...] = ()
-
-    @property
-    def expected(self) -> float:
-        """E[accepted]."""
-        return sum(self.survivals)
-
-    def brought(self) -> dict[str, tuple[float, int]]:
-        """Of each kind that brought nodes alone: accepted tokens expected of these, and how many they are."""
-        sums: dict[int, tuple[float, int]] = {}
-        for survival, bits in zip(self.survivals, self.alone, strict=True):
-            if bits:
-                tokens, rows = sums.get(bits, (0.0, 0))
-                sums[bits] = tokens + survival, rows + 1
-        return {
-            kind: (sum(sums[bits][0] for bits in own), sum(sums[bits][1] for bits in own))
-            for index, kind in enumerate(self.kinds)
-            if (own := [bits for bits in sums if bits >> index & 1])
-        }
-
-    def taken(self, accepted: Sequence[int]) -> dict[str, int]:
-        """Of each kind, how many of the `accepted` nodes would not have been there without it."""
-        return {
-            kind: sum(self.alone[node] >> index & 1 for node in accepted) for index, kind in enumerate(self.kinds)
-        }
-
-
-class Taker(Protocol):
-    """What a cut needs of `router.budget.Budget`."""
-
-    nodes: int
-
-    def offer(self, survival: float) -> bool: ...
 
 
 class MergedTree:
@@ -167,7 +118,7 @@ class MergedTree:
         Raises:
             InvalidTree: the delta breaks an invariant; nothing of it was merged.
         """
-        self._validate(delta)
+        check_delta(delta, vocab_size=self._vocab_size, max_nodes=self._max_nodes, with_proposals=self._tests_draws)
         staged: dict[int, int] = {}  # id -> depth, of nodes this delta brings
         placed: list[tuple[int, int, float, int]] = []
         nodes, deepest, mine = self._nodes, self._root.depth + self._max_depth, 0
@@ -198,30 +149,12 @@ class MergedTree:
         for entry in delta.proposals:
             node = self._nodes.get(entry.node_id)
             # The first word counts: a second list of one speculator would repeat its draws.
-            if node is not None and speculator not in node.proposals and len(node.proposals) < MAX_PER_NODE:
-                node.proposals[speculator] = salt, entry.proposals
+            if node is not None:
+                lists = node.proposals = node.proposals or {}
+                if speculator not in lists and len(lists) < MAX_PER_NODE:
+                    lists[speculator] = salt, entry.proposals
         self.stale_nodes += len(delta.token_ids) - len(placed)
         return len(placed)
-
-    def _validate(self, delta: TreeDelta) -> None:
-        count = len(delta.token_ids)
-        for name in ("parent_ids", "log_probs"):
-            if len(getattr(delta, name)) != count:
-                raise InvalidTree(f"delta.{name}", len(getattr(delta, name)), f"one entry per node, {count}")
-        if count > self._max_nodes:
-            raise InvalidTree("delta.token_ids", count, f"at most {self._max_nodes} nodes")
-        for token, log_prob in zip(delta.token_ids, delta.log_probs, strict=True):
-            if token >= self._vocab_size:
-                raise InvalidTree("delta.token_ids", token, f"0 <= token < {self._vocab_size}")
-            if not math.isfinite(log_prob) or log_prob > 1e-6:
-                raise InvalidTree("delta.log_probs", log_prob, "finite and <= 0")
-        if len(set(zip(delta.parent_ids, delta.token_ids, strict=True))) != count:
-            raise InvalidTree("delta.token_ids", count, "siblings carry different tokens")
-        most = self._max_nodes + 1 if self._tests_draws else 0
-        if len(delta.proposals) > most:
-            raise InvalidTree("delta.proposals", len(delta.proposals), f"at most {most} in this mode")
-        for entry in delta.proposals:
-            check_proposals(entry.proposals, vocab_size=self._vocab_size)
 
     def _source(self, speculator: str) -> _Source:
         kind = speculator.rpartition("/")[0] or speculator
@@ -232,11 +165,12 @@ class MergedTree:
     def _place(self, speculator: str, parent: Node, token: int, promised: float, identifier: int) -> None:
         node = parent.children.get(token)
         if node is None:
-            node = Node(identifier, token, parent.depth + 1, survival=0.0)
+            node = Node(identifier, token, parent.depth + 1, {}, {speculator: promised}, survival=0.0)
             parent.children[token] = node
             self._nodes[identifier] = node
-        # A speculator that says it twice is taken at its best word: the maximum knows no order.
-        node.said[speculator] = max(promised, node.said.get(speculator, 0.0))
+        else:
+            # A speculator that says it twice is taken at its best word: the maximum knows no order.
+            node.said[speculator] = max(promised, node.said.get(speculator, 0.0))
         self._judge(node)
         survival = parent.survival * node.chance
         self.outlook += survival - node.survival
@@ -379,7 +313,7 @@ class MergedTree:
         return [
             VerifyStep.NodeProposals(node=index - 1, salt=salt, proposals=proposals)
             for index, node in enumerate(nodes)
-            for _, (salt, proposals) in sorted(node.proposals.items())
+            for _, (salt, proposals) in sorted((node.proposals or {}).items())
         ]
 
 

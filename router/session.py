@@ -28,12 +28,12 @@ from graftree.tree import TokenTree
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1.common_pb2 import TokenLogProb
 from graftree.v1.verification_pb2 import Verdict
+from router import messages
 from router.adaptive import AdaptiveSteering
-from router.caller import public_id
+from router.cut import Cut
 from router.drafts import Drafts
 from router.events import EventLog
 from router.figures import Figures
-from router.merge import Cut
 from router.metrics import Outcome
 from router.request import GenerationPlan
 from router.steering import FixedSteering, Steering
@@ -124,7 +124,8 @@ class Session:
                 self._drafts.seat()
                 self._send_step(self._drafts.cut())
             if self._sample == 0:
-                self._events.append(self._started())
+                self._metrics.prompt_tokens += len(self._plan.prompt_token_ids)
+                self._events.append(messages.started(self._plan, self._config.model))
             self._opened.set()
             if restored is not None:
                 self._deliver(self._record.token_ids, (), restored)
@@ -264,6 +265,14 @@ class Session:
 
     # Telling the client.
 
+    def _finished(self, finish: Finish) -> pb.GenerationFinished:
+        word = pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+        self._metrics.finish_reasons[word] += 1
+        speculation = self._figures.speculation(
+            stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)
+        )
+        return messages.finished(self._plan, finish, self._figures, speculation, self._sample)
+
     def _count(self, verdict: Verdict, delivery: Delivery) -> None:
         drafted = len(self._tree)
         if verdict.tree_error:
@@ -297,33 +306,6 @@ class Session:
             delivery.count, arrived_ns=figures.arrived_ns, before_ns=before_ns, now_ns=figures.last_ns
         )
 
-    def _started(self) -> pb.GenerateResponse:
-        plan = self._plan
-        self._metrics.prompt_tokens += len(plan.prompt_token_ids)
-        return pb.GenerateResponse(
-            started=pb.GenerationStarted(
-                request_id=public_id(plan.request_id),
-                model=self._config.model,
-                prompt_tokens=len(plan.prompt_token_ids),
-                seed=plan.seed,
-                prompt_token_ids=plan.prompt_token_ids if plan.echo_prompt_token_ids else (),
-                n=plan.samples,
-            )
-        )
-
-    def _finished(self, finish: Finish) -> pb.GenerationFinished:
-        figures = self._figures
-        self._metrics.finish_reasons[_word(finish.reason)] += 1
-        return pb.GenerationFinished(
-            reason=finish.reason,
-            usage=figures.usage(len(self._plan.prompt_token_ids)),
-            speculation=figures.speculation(stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)),
-            timings=figures.timings(),
-            stop_string=finish.stop_string,
-            stop_token_id=finish.stop_token_id,
-            index=self._sample,
-        )
-
 
 def _steering(plan: GenerationPlan, tools: Tools) -> Steering:
     config = tools.config
@@ -331,10 +313,6 @@ def _steering(plan: GenerationPlan, tools: Tools) -> Steering:
     if config.adaptive:
         return AdaptiveSteering(tools.priors, tools.metrics, most=plan.max_nodes, longest_wait=longest, clock=clock)
     return FixedSteering(tools.priors, most=plan.max_nodes, longest_wait=longest, clock=clock)
-
-
-def _word(reason: pb.FinishReason) -> str:
-    return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def _wire_ids(session_id: str) -> Iterator[str]:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection
 
 from graftree.v1.verification_pb2 import Verdict
 from router.budget import FixedBudget
+from router.cut import Cut, Taker
 from router.links import VerifierLink
-from router.merge import Cut, MergedTree, Taker
+from router.merge import MergedTree
 from router.pace import Rounds, Sent
 from router.patience import Wait
 from router.priors import Priors

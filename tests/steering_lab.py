@@ -15,7 +15,8 @@ from graftree.step_time import StepTime
 from graftree.tree import node_id, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import Verdict
-from router.merge import Cut, MergedTree
+from router.cut import Cut
+from router.merge import MergedTree
 from router.metrics import Metrics
 from router.pace import Pace
 from router.priors import Priors

@@ -14,7 +14,8 @@ from graftree.errors import InvalidTree
 from graftree.tree import TokenTree, node_id, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from router.budget import FixedBudget
-from router.merge import Cut, MergedTree
+from router.cut import Cut
+from router.merge import MergedTree
 
 SALT, VOCAB = 99, 5
 ROOT = root_id(SALT, [1, 2])
