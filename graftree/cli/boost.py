@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace) -> int:
         parse_layers(chosen.single),
         chosen.out,
         chosen.work or chosen.out.with_name(chosen.out.name + ".work"),
-        run=chosen.run,
+        run=chosen.run_length,
         prompts=read_prompts(chosen.prompts),
         quiet=chosen.quiet,
         say=tell,
