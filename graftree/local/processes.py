@@ -75,9 +75,12 @@ class ProcessPod(LocalPod):
     def start(self) -> None:
         """Start the process."""
         command = [sys.executable, "-m", "graftree.local.child", str(os.getpid()), MODULES[self.tier]]
-        for name, value in self.values.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
         environ = child_environ(self._environ)
+        for name, value in self.values.items():
+            if name == "redis":  # may hold a password, and everybody can read a command line
+                environ["GRAFTREE_REDIS"] = str(value)
+            else:
+                command += [f"--{name.replace('_', '-')}", str(value)]
 
         def spawn() -> subprocess.Popen[str]:
             with self.log.open("ab") as stderr:

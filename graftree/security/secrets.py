@@ -50,3 +50,7 @@ class RedisCredentials(CredentialProvider):
         """As redis-py wants them: (user, password), or (password,) for the default user."""
         password = read_secret("redis_password_file", self._path)
         return (self._username, password) if self._username else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same; a small file is read at once."""
+        return self.get_credentials()
