@@ -41,6 +41,7 @@ from graftree.v1 import common_pb2
 
 Floats = NDArray[np.float64]
 
+_NEAR = 12.0  # below the best score by more than this are most tokens, and seldom those that a filter keeps
 _HEAD = 1024  # top-p sorts this many of the most likely tokens first; they nearly always suffice
 
 
@@ -197,7 +198,7 @@ def process(logits: ArrayLike, params: SamplingParams, context: SamplingContext,
     if params.min_p > 0:
         scores[scores < scores.max() + math.log(params.min_p)] = -math.inf
     if 0 < params.top_k < scores.size:
-        scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -math.inf
+        scores[scores < _largest(scores, params.top_k)] = -math.inf
     if params.top_p < 1:
         scores = _nucleus(log_softmax(scores), params.top_p)
     return log_softmax(scores)
@@ -300,8 +301,14 @@ def _nucleus(log_probs: Floats, top_p: float) -> Floats:
 
 def _best_first(log_probs: Floats, count: int) -> NDArray[np.intp]:
     """Ids of the `count` most likely tokens that are left, ties by id."""
-    candidates = np.flatnonzero(log_probs > -math.inf)
-    if count < candidates.size:
-        threshold = np.partition(log_probs, -count)[-count] if count else math.inf
-        candidates = np.flatnonzero(log_probs >= threshold)
+    if not count:
+        return np.empty(0, np.intp)
+    threshold = _largest(log_probs, min(count, log_probs.size))
+    candidates = np.flatnonzero(log_probs >= threshold if threshold > -math.inf else log_probs > -math.inf)
     return candidates[np.argsort(-log_probs[candidates], kind="stable")][:count]
+
+
+def _largest(scores: Floats, count: int) -> float:
+    """The `count`-th largest score, 0 < count <= V; from the upper end of the vocabulary alone where that will do."""
+    near = scores[scores >= scores.max() - _NEAR]
+    return float(np.partition(near if near.size >= count else scores, -count)[-count])
