@@ -26,6 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--single", metavar="A,B,C", help="also train one SSM that begins as these layers")
     parser.add_argument(
+        "--run-length", type=int, default=1, metavar="N", help="tokens in a row that count as got (%(default)s)"
+    )
+    parser.add_argument(
         "out", type=Path, metavar="DIR", help="where the packages go: DIR/ssm-1, DIR/ssm-2, DIR/single"
     )
     parser.set_defaults(run=run)
