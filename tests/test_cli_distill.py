@@ -37,7 +37,8 @@ def test_boost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("option", "value", "named"),
     [
         ("--epochs", "0", "epochs"), ("--tokens", "0", "tokens"), ("--layers", "0,x", "layers"),
-        ("--layers", "9", "9"), ("--model", "nokind:x", "model"), ("--prompts", "/nowhere", "prompts"), ("--streams", "0", "streams"),
+        ("--layers", "9", "9"), ("--model", "nokind:x", "model"), ("--prompts", "/nowhere", "prompts"),
+        ("--streams", "0", "streams"),
         ("--head-size", "1", "head_size"), ("--learning-rate", "-1", "learning_rate"),
     ],
 )  # fmt: skip
