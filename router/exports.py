@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import TYPE_CHECKING
 
 from graftree.observe.exports import Export, Reading, counters_of
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # Exported under the names vLLM gives them.
 _AS_VLLM = ("drafts", "draft_tokens", "accepted_tokens", "delivered_tokens", "prompt_tokens")
+
+
+_STATES = ("ready", "connecting", "draining", "quarantined", "refused")
 
 
 def _vllm(name: str, help_: str, field: str, kind: str = "counter") -> Export[RouterPod]:
@@ -33,8 +36,11 @@ def _counter(name: str, help_: str, read: Callable[[RouterPod], float]) -> Expor
 
 
 def _pods(pod: RouterPod) -> dict[tuple[str, ...], float]:
-    # "refused: why" is one state
-    return dict(Counter((info.tier, info.state.partition(":")[0]) for info in pod.pods.infos()))
+    # Every state is there, so that an alert on none being ready has something to compare; "refused: why" is one.
+    found: dict[tuple[str, ...], float] = dict.fromkeys(product(("verifier", "speculator"), _STATES), 0.0)
+    for info in pod.pods.infos():
+        found[info.tier, info.state.partition(":")[0]] += 1
+    return found
 
 
 def _by_outcome(values: Mapping[Outcome, float]) -> dict[tuple[str, ...], float]:

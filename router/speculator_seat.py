@@ -132,7 +132,9 @@ class SpeculatorSeat:
         if current and not self.answered:
             self.answered = True
             if self._committed_at is not None:
-                self._learn(self._clock() - self._committed_at)
+                seconds = self._clock() - self._committed_at
+                self.link.metrics.draft_seconds.observe(seconds)
+                self._learn(seconds)
         self._sink(self, delta)
 
     def _learn(self, seconds: float) -> None:
