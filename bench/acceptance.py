@@ -35,7 +35,6 @@ from graftree.text.tokenizer import Tokenizer
 from speculator_service.drafters import loader
 from speculator_service.drafters.base import Drafter
 
-TEMPERATURES = (0.0, 1.0)
 ROOM = 640  # cache rows of a text for its trees, all settings' together
 DEPTH = 16
 
@@ -70,7 +69,7 @@ def record(options: argparse.Namespace) -> tuple[list[Recording], int]:
     chosen: list[Prompt] = prompts(lines, Tokenizer.load(options.model), options.per_category)
     spec = load(options.model).spec
     recorder = Recorder(options.model, spec.fingerprint, options.cache, options.tokens + DEPTH)
-    return recorder.record(chosen, TEMPERATURES), spec.vocab_size
+    return recorder.record(chosen, options.temperature), spec.vocab_size
 
 
 def main() -> int:
@@ -80,6 +79,7 @@ def main() -> int:
     arguments.add_argument("--boosted", nargs=2, metavar="SPEC", help="drafters that were boost-tuned together")
     arguments.add_argument("--single", metavar="SPEC", help="a drafter of the size of both boosted ones")
     arguments.add_argument("--per-category", type=int, default=20, help="prompts")
+    arguments.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], choices=[0.0, 1.0])
     arguments.add_argument("--tokens", type=int, default=96, help="of each answer")
     arguments.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), choices=BUDGETS)
     arguments.add_argument("--kv-tokens", type=int, default=24_576, help="of each SSM's cache")

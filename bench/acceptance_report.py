@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,11 @@ PAPER = {
 USUAL = 16  # nodes: the budget that the tables by category are of
 
 
+def _modes(tally: Tally) -> dict[str, float]:
+    """Those that were measured."""
+    return {mode: t for mode, t in MODES.items() if t in tally.temperatures}
+
+
 def _usual(plan: Plan) -> int:
     budgets = list(plan.budgets[SSM, BEST])
     return USUAL if USUAL in budgets else budgets[-1]
@@ -30,7 +34,7 @@ def tables(plan: Plan, tally: Tally) -> Iterator[Table]:
     """In the order of SpecInfer's: success, width, budget; then by category."""
     categories = [*tally.categories, ALL]
     names = list(dict.fromkeys(name for name, _ in plan.budgets))
-    for mode, t in MODES.items():
+    for mode, t in _modes(tally).items():
         for name, setting in plan.top.items():
             yield Table.of(
                 f"{mode}: top-k success, {name}",
@@ -62,10 +66,8 @@ def tables(plan: Plan, tally: Tally) -> Iterator[Table]:
 
 def targets(out: report.Report, plan: Plan, tally: Tally, promises: Promises) -> None:
     """Figures with what is wanted of them, and the paper's beside."""
-    for mode, t in MODES.items():
+    for mode, t in _modes(tally).items():
         success = tally.success(plan.top[SSM], t)
-        if math.isnan(success[0]):
-            continue
         out.add(f"{mode}: top-1 success, SSM", success[0], "", PAPER[mode])
         out.add(f"{mode}: top-5 success, SSM", success[-1])
         out.add(f"{mode}: tokens per step at width 5, SSM", tally.tau(plan.widths[TOP], t))
@@ -125,7 +127,7 @@ def details(plan: Plan, tally: Tally, promises: Promises) -> dict[str, Any]:
             }
             for (name, _), by_budget in plan.budgets.items()
             for budget, setting in by_budget.items()
-            for mode, t in MODES.items()
+            for mode, t in _modes(tally).items()
         ],
         "reliability": promises.details(),
     }
@@ -140,7 +142,7 @@ def plot(directory: Path, plan: Plan, tally: Tally, promises: Promises) -> None:
                 key: {budget: tally.tau(setting, t) for budget, setting in by_budget.items()}
                 for key, by_budget in plan.budgets.items()
             }
-            for mode, t in MODES.items()
+            for mode, t in _modes(tally).items()
         },
     )
     usual = _usual(plan)
@@ -150,17 +152,17 @@ def plot(directory: Path, plan: Plan, tally: Tally, promises: Promises) -> None:
             for (name, tree), by_budget in plan.budgets.items()
             if tree == BEST
         }
-        for mode, t in MODES.items()
+        for mode, t in _modes(tally).items()
     }
     plots.bars(directory / "categories.png", by_category, "tokens per step")
     success = {
         mode: {
             f"top {k + 1}": {c: tally.success(plan.top[SSM], t, c)[k] for c in tally.categories} for k in range(TOP)
         }
-        for mode, t in MODES.items()
+        for mode, t in _modes(tally).items()
     }
     plots.bars(directory / "success.png", success, "next token among them")
-    for mode, t in MODES.items():
+    for mode, t in _modes(tally).items():
         grid = [
             [(f"{name}, depth {depth or 'any'}", promises.of(name, t, depth)) for depth in ("", *DEPTHS)]
             for name, given in SPECULATORS.items()

@@ -66,6 +66,11 @@ class Tally:
         """In the order of the recordings."""
         return list(dict.fromkeys(count.category for counts in self.counts.values() for count in counts))
 
+    @property
+    def temperatures(self) -> set[float]:
+        """That anything was counted at."""
+        return {count.temperature for counts in self.counts.values() for count in counts}
+
     def tau(self, setting: Setting, temperature: float, category: str = ALL) -> float:
         """Mean acceptance length: tokens per verify step, the bonus token included."""
         chosen = self._chosen(setting, temperature, category)
