@@ -8,11 +8,11 @@ ENV PATH=/opt/graftree/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DI
 COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
 RUN python requirements.py tracing > requirements.txt \
     && pip install --no-compile -c constraints.txt -r requirements.txt
-COPY README.md LICENSE ./
+COPY README.md LICENSE deploy/docker/strip.py ./
 COPY graftree graftree
 COPY router router
 RUN pip install --no-compile --no-deps . \
-    && python requirements.py --strip-all
+    && python strip.py --pulling
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp graftree && install -d -o 10001 -g 10001 /models

@@ -12,12 +12,12 @@ COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
 COPY deploy/docker/wheels/${TORCH} wheels
 RUN python requirements.py engine tracing > requirements.txt \
     && pip install --no-compile --find-links wheels -c constraints.txt -r requirements.txt
-COPY README.md LICENSE ./
+COPY README.md LICENSE deploy/docker/strip.py ./
 COPY graftree graftree
 COPY kernels kernels
 COPY verifier_service verifier_service
 RUN pip install --no-compile --no-deps . \
-    && python requirements.py --strip
+    && python strip.py
 
 FROM ${PYTHON_IMAGE}
 ARG TORCH=cpu
