@@ -99,7 +99,7 @@ class Pace:
             step_time = self._own
         if step_time is not self._step_time:
             self._adopt(step_time)
-        step = 1 << max(4, context.bit_length() - 3)
+        step = 1 << max(4, context.bit_length() - 4)
         context = context // step * step
         table = self._tables.get((sequences, context))
         if table is None:

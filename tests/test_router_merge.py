@@ -190,6 +190,17 @@ def test_what_each_kind_brings_alone() -> None:
     assert chosen.expected == pytest.approx(sum(chosen.survivals))
 
 
+def test_kinds_can_be_left_out() -> None:
+    """Nodes that only they propose are not taken, nor what hangs on them; the others' nodes are."""
+    merged = tree()
+    merged.add("a/1", delta([((0,), -0.1), ((0, 1), -0.1), ((2,), -0.1), ((2, 3), -0.1)]))
+    merged.add("b/1", delta([((0,), -0.1), ((2, 3), -0.1)]))
+    without = merged.cut(FixedBudget(10), 8, {"a", "unknown"}).tree
+    assert set(paths(without)) == {(0,)}
+    assert set(paths(merged.cut(FixedBudget(10), 8).tree)) == {(0,), (0, 1), (2,), (2, 3)}
+    assert len(merged.cut(FixedBudget(10), 8, {"a", "b"}).tree) == 0
+
+
 def test_outlook_follows_the_tree() -> None:
     """What is expected of all nodes is their survival probabilities' sum, while they come and after a commit."""
     merged = tree()
