@@ -9,12 +9,12 @@ from random import Random
 import pytest
 import torch
 
+from graftree.distill.corpus import Corpus, CorpusSettings
+from graftree.distill.streams import ANSWER, FORCED, USER, Script, Stream
+from graftree.distill.writer import Writer
 from graftree.errors import Incompatible, InvalidArgument
 from graftree.models.load import load
 from graftree.text.tokenizer import Tokenizer
-from speculator_service.distill.corpus import Corpus, CorpusSettings
-from speculator_service.distill.streams import ANSWER, FORCED, USER, Script, Stream
-from speculator_service.distill.writer import Writer
 from tests.runner_models import FAMILIES
 
 LLM = "random:llama?layers=2&hidden=32&vocab=300&scale=2"
@@ -81,7 +81,7 @@ def test_the_writer_stores_the_models_own_log_probabilities(family: str) -> None
 
 def test_greedy_answers_are_the_models_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """At temperature 0 an answer's token is the most likely one after the token before it."""
-    monkeypatch.setattr("speculator_service.distill.streams.ANSWER_TEMPERATURES", (0.0,))
+    monkeypatch.setattr("graftree.distill.streams.ANSWER_TEMPERATURES", (0.0,))
     written = Writer(load(LLM), top=5).write([Stream(SCRIPT, Random(0), iter([[7, 8]]))], 30, seed=1)
     answers = (written.roles[0, 1:] == ANSWER).nonzero()[:, 0] + 1
     assert answers.numel()

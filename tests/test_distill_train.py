@@ -13,16 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from graftree.distill import checkpoint
+from graftree.distill.boost import boost, mark
+from graftree.distill.corpus import Corpus, CorpusSettings
+from graftree.distill.run import DistillSettings, distill
+from graftree.distill.student import Batch, build, choose_tokens, hits, loss
+from graftree.distill.trainer import Trainer, TrainSettings
+from graftree.distill.writer import Written
 from graftree.errors import Incompatible, InvalidArgument
 from graftree.models.load import load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
-from speculator_service.distill.boost import boost, mark
-from speculator_service.distill.corpus import Corpus, CorpusSettings
-from speculator_service.distill.run import DistillSettings, distill
-from speculator_service.distill.student import Batch, build, choose_tokens, hits, loss
-from speculator_service.distill.trainer import Trainer, TrainSettings
-from speculator_service.distill.writer import Written
 
 LLM = "random:llama?layers=4&hidden=32&vocab=64&seed=3&scale=3&eos=9"
 SETTINGS = DistillSettings(
@@ -63,9 +64,8 @@ def test_the_package_says_what_the_student_said(finished: Path) -> None:
     loaded = load(str(finished / "ssm"))
     assert loaded.draft_ids is not None
     assert "embed" not in " ".join(load_file(finished / "ssm" / "model.safetensors"))
-    checkpoint = torch.load(finished / "work" / "checkpoint.pt", weights_only=True)
     student = build(ModelUri.parse(LLM), (0,), loaded.draft_ids.tolist())
-    student.load_state_dict(checkpoint["student"], strict=False)
+    checkpoint.restore(finished / "work" / "checkpoint.safetensors", student, [])
     tokens = torch.arange(3, 40)[None]
     with torch.inference_mode():
         expected = student.eval()(input_ids=tokens).logits
@@ -115,14 +115,14 @@ def test_a_killed_run_ends_with_the_same_weights(finished: Path, tmp_path: Path)
         torch.testing.assert_close(ours[name], tensor, rtol=1e-2, atol=1e-3)
 
 
-def _trainer(directory: Path, checkpoint: Path | None = None, **changes: float) -> Trainer:
+def _trainer(directory: Path, path: Path | None = None, **changes: float) -> Trainer:
     corpus = _corpus(directory)
     tokens = choose_tokens(corpus.shards(range(4)), 64, 60)
     torch.manual_seed(0)
     settings = TrainSettings(**{"epochs": 2, "batch": 4, "micro": 2, **changes})  # type: ignore[arg-type]
     return Trainer(
         build(ModelUri.parse(LLM), (0, 3), tokens), corpus, tokens, settings,
-        shards=4, checkpoint=checkpoint, checkpoint_seconds=0.0, mixed=False,
+        shards=4, checkpoint_path=path, checkpoint_seconds=0.0, mixed=False,
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_training_goes_on_from_a_checkpoint(finished: Path, tmp_path: Path) -> N
             if len(again) == steps:
                 raise Killed
 
-        _trainer(finished, tmp_path / "c.pt").train(tell)
+        _trainer(finished, tmp_path / "c.safetensors").train(tell)
 
     again: list[float] = []
     for steps in (3, 8):
@@ -155,9 +155,9 @@ def test_training_goes_on_from_a_checkpoint(finished: Path, tmp_path: Path) -> N
 
 def test_a_checkpoint_of_other_settings_is_refused(finished: Path, tmp_path: Path) -> None:
     """Going on with another batch size would be another run: it says which setting differs."""
-    _trainer(finished, tmp_path / "c.pt", epochs=1).train()
+    _trainer(finished, tmp_path / "c.safetensors", epochs=1).train()
     with pytest.raises(Incompatible, match="batch 4, now it is 8"):
-        _trainer(finished, tmp_path / "c.pt", batch=8)
+        _trainer(finished, tmp_path / "c.safetensors", batch=8)
 
 
 def test_the_loss_is_cross_entropy_with_the_llm() -> None:

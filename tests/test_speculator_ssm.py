@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from graftree.client import Client
+from graftree.distill.card import package
+from graftree.distill.student import build
 from graftree.errors import InvalidArgument
 from graftree.local_stack import LocalStack
 from graftree.models.load import llm_identity, load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
 from graftree.sampling import SamplingParams
-from speculator_service.distill.card import package
-from speculator_service.distill.student import build
 from speculator_service.drafters.base import DraftSession, Leaf
 from speculator_service.drafters.model import ModelDrafter
 

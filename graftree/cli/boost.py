@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Train them, print the report."""
-    from speculator_service.distill.boost import boost
+    from graftree.distill.boost import boost
 
     report = boost(
         settings(chosen, ()),

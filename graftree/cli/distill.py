@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Write, train, package."""
-    from speculator_service.distill.run import distill
+    from graftree.distill.run import distill
 
     distill(
         settings(chosen, parse_layers(chosen.layers)),
@@ -67,9 +67,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 def settings(chosen: argparse.Namespace, layers: tuple[int, ...]) -> Any:
     """`DistillSettings` of parsed options."""
-    from speculator_service.distill.corpus import CorpusSettings
-    from speculator_service.distill.run import DistillSettings
-    from speculator_service.distill.trainer import TrainSettings
+    from graftree.distill.corpus import CorpusSettings
+    from graftree.distill.run import DistillSettings
+    from graftree.distill.trainer import TrainSettings
 
     return DistillSettings(
         llm=chosen.model,

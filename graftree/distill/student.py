@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graftree.distill.streams import ANSWER, FORCED
+from graftree.distill.writer import Written
 from graftree.models import ssm
 from graftree.models.load import few_layers, load
 from graftree.models.uri import ModelUri
-from speculator_service.distill.streams import ANSWER, FORCED
-from speculator_service.distill.writer import Written
 
 # What a position's guess is worth to learn: drafts are wanted in answers; a user's turn is text all the same.
 _USER_WEIGHT = 0.3

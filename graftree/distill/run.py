@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from graftree.distill.card import package
+from graftree.distill.corpus import Corpus, CorpusSettings
+from graftree.distill.streams import Script
+from graftree.distill.student import build, choose_tokens
+from graftree.distill.trainer import Progress, Trainer, TrainSettings
+from graftree.distill.writer import Writer
 from graftree.errors import InvalidArgument
 from graftree.models.load import computes_bfloat16, llm_identity, load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
 from graftree.text.tokenizer import Tokenizer
-from speculator_service.distill.card import package
-from speculator_service.distill.corpus import Corpus, CorpusSettings
-from speculator_service.distill.streams import Script
-from speculator_service.distill.student import build, choose_tokens
-from speculator_service.distill.trainer import Progress, Trainer, TrainSettings
-from speculator_service.distill.writer import Writer
 
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 1_000_000, 2048
 COUNTED = 8  # shards that the head's tokens are counted in
@@ -94,7 +94,9 @@ def distill(
     layers = settings.layers or default_layers(llm)
     student = build(llm, layers, tokens)
     torch.nn.Module.to(student, "cuda" if settings.device.startswith("cuda") else "cpu")
-    trainer = Trainer(student, corpus, tokens, settings.train, shards=shards, checkpoint=work / "checkpoint.pt")
+    trainer = Trainer(
+        student, corpus, tokens, settings.train, shards=shards, checkpoint_path=work / "checkpoint.safetensors"
+    )
     before = trainer.measure() if trainer.progress.steps == 0 else {}
     trained = (shards - settings.train.held_out) * corpus.shard_tokens
     say(f"training {len(layers)} layers and a head of {len(tokens)} tokens on {trained} tokens of text")
@@ -166,10 +168,14 @@ def _advance(bar: Any, count: int) -> None:
     bar.update(max(0, count - bar.n))
 
 
+def device_of(device: str) -> torch.device:
+    """Where the student learns: auto is CUDA where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
 def _half(device: str) -> str:
     """The LLM only writes: bfloat16 where it is computed natively."""
-    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return "bfloat16" if computes_bfloat16(torch.device("cuda" if cuda else "cpu")) else "float32"
+    return "bfloat16" if computes_bfloat16(device_of(device)) else "float32"
 
 
 def vocabulary(llm: ModelUri) -> int:

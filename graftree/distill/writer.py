@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from graftree.distill.streams import Stream
 from graftree.models.load import LoadedModel
 from graftree.models.packed import can_pack, pack_linears
 from graftree.models.support import check
-from speculator_service.distill.streams import Stream
 
 ATTENTION = "graftree_lockstep"
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graftree.distill.card import package
+from graftree.distill.run import COUNTED, DistillSettings, device_of, train, vocabulary, write
+from graftree.distill.streams import FORCED
+from graftree.distill.student import build, choose_tokens
+from graftree.distill.trainer import Trainer
+from graftree.distill.writer import Written
 from graftree.errors import InvalidArgument
 from graftree.models.load import llm_identity
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
-from speculator_service.distill.card import package
-from speculator_service.distill.run import COUNTED, DistillSettings, train, vocabulary, write
-from speculator_service.distill.streams import FORCED
-from speculator_service.distill.student import build, choose_tokens
-from speculator_service.distill.trainer import Trainer
-from speculator_service.distill.writer import Written
 
 _WIDTHS = (1, 2, 3, 4)
 
@@ -93,9 +93,11 @@ def boost(
     for name, own in chosen:
         view = _without(solved) if name != "single" else _whole
         say(f"{name}: layers {', '.join(map(str, own))}")
+        student = build(llm, own, tokens)
+        torch.nn.Module.to(student, device_of(settings.device))
         trainer = Trainer(
-            build(llm, own, tokens), corpus, tokens, settings.train, shards=settings.shards,
-            checkpoint=work / f"{name}.pt", view=view,
+            student, corpus, tokens, settings.train, shards=settings.shards,
+            checkpoint_path=work / f"{name}.safetensors", view=view,
         )  # fmt: skip
         train(trainer, quiet)
         measures = trainer.measure()

@@ -6,7 +6,6 @@ function of (seed, epoch), and the state of the optimisers is saved with the wei
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graftree.distill import checkpoint
+from graftree.distill.corpus import Corpus
+from graftree.distill.student import Batch, hits, loss
+from graftree.distill.writer import Written
 from graftree.errors import Incompatible, InvalidArgument
 from graftree.models.load import computes_bfloat16
 from graftree.models.ssm import embedding_rows
-from speculator_service.distill.corpus import Corpus
-from speculator_service.distill.student import Batch, hits, loss
-from speculator_service.distill.writer import Written
 
 _TOGETHER = 4  # shards whose sequences are mixed
 
@@ -81,7 +81,7 @@ class Trainer:
         student: with float32 parameters; those that take no gradient stay as they are.
         corpus: at least `held_out` + 1 shards.
         draft_ids: the token of each row of the student's head.
-        checkpoint: file that a killed run goes on from, written every `checkpoint_seconds`; None = none is kept.
+        checkpoint_path: file that a killed run goes on from, written every `checkpoint_seconds`; None = none is kept.
         view: of a shard's number and text, what the student sees of it, e.g. with some of it not counted.
         mixed: compute in bfloat16 where the device does so natively.
         clock: seconds.
@@ -95,7 +95,7 @@ class Trainer:
         settings: TrainSettings,
         *,
         shards: int,
-        checkpoint: Path | None = None,
+        checkpoint_path: Path | None = None,
         checkpoint_seconds: float = 120.0,
         mixed: bool | None = None,
         view: Callable[[int, Written], Written] = lambda _, written: written,
@@ -106,7 +106,7 @@ class Trainer:
         self.student, self.settings, self.progress = student, settings, Progress()
         self.last: dict[str, float] = {}
         self._corpus, self._shards, self._clock, self._view = corpus, shards, clock, view
-        self._checkpoint, self._checkpoint_seconds = checkpoint, checkpoint_seconds
+        self._checkpoint, self._checkpoint_seconds = checkpoint_path, checkpoint_seconds
         self._device = student.device
         self._mixed = computes_bfloat16(self._device) if mixed is None else mixed
         self._row_of = torch.full((embedding_rows(student),), -1, dtype=torch.int64)
@@ -115,8 +115,8 @@ class Trainer:
         self.total_steps = settings.epochs * -(
             -(shards - settings.held_out) * corpus.settings.streams // settings.batch
         )
-        if checkpoint is not None and checkpoint.exists():
-            self._restore(checkpoint)
+        if checkpoint_path is not None and checkpoint_path.exists():
+            self._restore(checkpoint_path)
 
     def train(self, tell: Callable[[Progress, float], None] = lambda progress, value: None) -> None:
         """Learn until the epochs, or the minutes, are over.
@@ -232,28 +232,17 @@ class Trainer:
     def _save(self) -> None:
         if self._checkpoint is None:
             return
-        state = {
-            "settings": asdict(self.settings),
-            "progress": asdict(self.progress),
-            "student": {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad},
-            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
-        }
-        partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self._checkpoint)
+        learning = {name: p for name, p in self.student.named_parameters() if p.requires_grad}
+        about = {"settings": asdict(self.settings), "progress": asdict(self.progress)}
+        checkpoint.save(self._checkpoint, learning, self._optimisers, about)
 
     def _restore(self, path: Path) -> None:
-        state = torch.load(path, map_location=self._device, weights_only=True)  # tensors and plain values, no pickle
-        own = asdict(self.settings)
+        about, own = checkpoint.read(path), asdict(self.settings)
         for name in own.keys() - {"epochs", "minutes"}:
-            if state["settings"].get(name) != own[name]:
-                raise Incompatible(
-                    f"{path} was made with {name} {state['settings'].get(name)}, now it is {own[name]}"
-                )
-        self.progress = Progress(**state["progress"])
-        self.student.load_state_dict(state["student"], strict=False)
-        for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+            if (before := about["settings"].get(name)) != own[name]:
+                raise Incompatible(f"{path} was made with {name} {before}, now it is {own[name]}")
+        self.progress = Progress(**about["progress"])
+        checkpoint.restore(path, self.student, self._optimisers)
 
 
 def _optimisers(student: PreTrainedModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:

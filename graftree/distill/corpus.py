@@ -15,9 +15,9 @@ from random import Random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from graftree.distill.streams import Script, Stream
+from graftree.distill.writer import Writer, Written
 from graftree.errors import Incompatible, InvalidArgument
-from speculator_service.distill.streams import Script, Stream
-from speculator_service.distill.writer import Writer, Written
 
 _NAMES = ("token_ids", "roles", "top_ids", "top_log_probs")
 
