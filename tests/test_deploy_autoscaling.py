@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from bench.day import arrivals, load
 from bench.scaling import Policy, Rules, Scaler, ScalerConfig
 from graftree.observe.exports import Export
 from router.exports import EXPORTS
-from tests.deploy_manifests import KUSTOMIZE, OVERLAYS, Resource, named, of_kind, overlay
+from tests.deploy_manifests import COMPONENT, KUSTOMIZE, OVERLAYS, ROOT, Resource, named, of_kind, overlay
 
 MANIFEST = KUSTOMIZE / "overlays" / "keda" / "speculator.yaml"
 FREE = Rules(0.0, (Policy("Percent", 1000, 1.0),))
@@ -78,11 +79,23 @@ def test_service_monitor() -> None:
     """Prometheus scrapes a port that exists, as often as the ScaledObject's query needs."""
     (monitor,) = of_kind(overlay("keda"), "ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
+    assert monitor["spec"]["jobLabel"] == COMPONENT  # the alerts' jobs are the tiers
     services = of_kind(overlay("keda"), "Service")
     assert any(port["name"] == endpoint["port"] for service in services for port in service["spec"]["ports"])
     query = named(overlay("keda"), "ScaledObject", "speculator")["spec"]["triggers"][0]["metadata"]["query"]
     for window in re.findall(r"\[(\d+)m\]", query):
         assert int(window) * 60 >= 4 * int(endpoint["interval"].removesuffix("s"))
+
+
+def test_alerts_and_dashboard_are_deployed() -> None:
+    """The PrometheusRule is alerts.yml, the ConfigMap holds the dashboard: neither is a copy that can grow old."""
+    prometheus = ROOT / "deploy" / "prometheus"
+    (rule,) = of_kind(overlay("keda"), "PrometheusRule")
+    assert rule["spec"]["groups"] == yaml.safe_load((prometheus / "alerts.yml").read_text())["groups"]
+    dashboard = named(overlay("keda"), "ConfigMap", "graftree-dashboard")
+    shown = (ROOT / "deploy" / "grafana" / "dashboards" / "graftree.json").read_text()
+    assert dashboard["data"] == {"graftree.json": shown}
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def test_the_deployed_numbers_are_simulated() -> None:

@@ -32,7 +32,7 @@ from tests.deploy_manifests import (
 )
 
 # Kinds of other projects' controllers, of which no schema is at hand.
-CUSTOM = {"keda": {"ScaledObject", "ServiceMonitor"}}
+CUSTOM = {"keda": {"ScaledObject", "ServiceMonitor", "PrometheusRule"}}
 MARGIN_SECONDS = 5  # from the end of the longest drain to the kill
 
 every_overlay = pytest.mark.parametrize("name", OVERLAYS)
