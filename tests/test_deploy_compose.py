@@ -152,6 +152,17 @@ def test_containers_are_confined(stack: Stack) -> None:
     assert not run("docker", "exec", router, "python", "-c", "import torch; print(1)", check=False)
 
 
+def test_metrics(stack: Stack) -> None:
+    """What prometheus.yml names is there: each tier's metrics, under its service's name, on the inner network."""
+    (router,) = stack.containers("router")
+    for tier in CONFIGS:
+        script = (
+            f"import urllib.request as u; print(u.urlopen('http://{tier}:9100/metrics', timeout=60).read().decode())"
+        )
+        metrics = run("docker", "exec", router, "python", "-c", script)
+        assert "graftree_pod_ready 1.0" in metrics
+
+
 def test_scale(stack: Stack, expected: tuple[int, ...]) -> None:
     """More speculators and verifiers are found and used without a restart of anything."""
     router = stack.containers("router")
