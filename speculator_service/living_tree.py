@@ -7,7 +7,7 @@ content address, limits, what is still to be sent, re-rooting, and the record of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from graftree.calibration import Calibration
 from graftree.tree import node_id
@@ -93,6 +93,7 @@ class LivingTree:
         self.max_position, self.vocab_size = max_position, vocab_size
         self.budget = max_nodes
         self.calibration = Calibration()
+        self._curves: dict[int, Callable[[float], float]] = {}  # by depth, as the calibration stands now
         self.root = Node(root_id, -1, 0.0, None, committed_length - 1, 0.0)
         self._nodes: list[Node] = []
         self._unsent: list[Node] = []
@@ -180,6 +181,7 @@ class LivingTree:
     def calibrate(self, prior: Calibration) -> None:
         """Begin with what other sessions have learnt, and teach them."""
         self._prior, self.calibration = prior, Calibration(prior)
+        self._curves.clear()
 
     def commit(self, token_ids: Sequence[int], budget: int = 0) -> bool:
         """Re-root at the last of the tokens just committed.
@@ -193,6 +195,7 @@ class LivingTree:
         """
         self.budget = min(budget or self.max_nodes, self.max_nodes)
         self._commits += 1
+        self._curves.clear()
         root: Node | None = self.root
         identifier, position = self.root.id, self.root.position + len(token_ids)
         for depth, token in enumerate(token_ids, 1):
@@ -237,7 +240,11 @@ class LivingTree:
 
     def score(self, parent: Node, log_prob: float) -> float:
         """Of a candidate below `parent`: the log of its survival probability, from where all scores are counted."""
-        chance = self.calibration.chance(self.depth(parent) + 1, math.exp(log_prob))
+        depth = self.depth(parent) + 1
+        curve = self._curves.get(depth)
+        if curve is None:
+            curve = self._curves[depth] = self.calibration.curve(depth)
+        chance = curve(math.exp(log_prob))
         return parent.score + (math.log(chance) if chance > 0.0 else -700.0)
 
     def admit(self, parent: Node, candidate: Candidate, score: float) -> Node:

@@ -12,8 +12,8 @@ Evidence for short suffixes is thin where much followed (T), and an LLM that sam
 Fitted by maximum likelihood to 11,900 tokens that SmolLM2-135M said, greedily and at temperature 1, in answer to 39
 prompts written for this purpose (questions, stories, arithmetic, code, summaries of licences and manuals, passages to
 answer from, extraction, translation, second turns). Fitted to either half of the prompts the loss on the other is
-the same to 1 %. On trees of 16 nodes promise and outcome differ by 0.014 on average over the greedy texts and by 0.010
-over the others (with interpolated Witten-Bell by 0.029 and 0.060).
+the same to 1 %. On trees of 16 nodes promise and outcome differ by 0.014 on average over the greedy texts and by
+0.010 over the others (with interpolated Witten-Bell by 0.029 and 0.060).
 """
 
 from __future__ import annotations
