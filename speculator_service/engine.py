@@ -25,6 +25,7 @@ from speculator_service.events import Commit, Event, Failed, Open, Operation
 from speculator_service.growth import Growth
 from speculator_service.living_tree import Node
 
+_ENTERING = 4  # children of a leaf that are likely enough to enter a tree, about
 _INLINE_BURST = 4  # steps on the event loop before others get their turn
 _SEND_ROUNDS = 3  # of the event loop, in which a stream's writer wakes, gathers and sends
 _STOP_SECONDS = 5.0  # longest wait for a step that is under way
@@ -227,9 +228,9 @@ class Engine:
         batch: list[tuple[Growth, Node]] = []
         share = self._batch_leaves // len(ready)
         for growth in ready:
-            # Each leaf brings up to `branching` children: more leaves than fill the tree are wasted work.
+            # Each leaf brings a few children that enter: more leaves than fill the tree are wasted work.
             room = max(growth.tree.room, 0)
-            batch.extend((growth, node) for node in growth.tree.take(min(share, 1 + room // growth.branching)))
+            batch.extend((growth, node) for node in growth.tree.take(min(share, 1 + room // min(growth.branching, _ENTERING))))
             self._growths[growth.session_id] = self._growths.pop(growth.session_id)
         return batch
 

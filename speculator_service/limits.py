@@ -63,7 +63,8 @@ class Limits:
             raise ContextTooLong("token_ids", length, f"at most the drafter's context of {self.max_context} tokens")
         sampling = SamplingParams.from_proto(request.sampling)
         sampling.validate(vocab_size=request.vocab_size)
-        branching = self.children
+        max_nodes = min(request.max_nodes or self.max_nodes, self.max_nodes)
+        branching = min(self.children, max_nodes)
         if Rule.from_proto(request.mode).at(sampling) is not Rule.TARGET_ONLY:
             if sampling.seed is None:
                 raise InvalidArgument("sampling.seed", None, "set in the modes that draw")
@@ -76,7 +77,7 @@ class Limits:
             sampling=sampling,
             vocab_size=min(request.vocab_size, self.vocab_size or request.vocab_size),
             max_length=request.max_length,
-            max_nodes=min(request.max_nodes or self.max_nodes, self.max_nodes),
+            max_nodes=max_nodes,
             branching=branching,
             structured_output=request.structured_output if request.HasField("structured_output") else None,
             stop_token_ids=tuple(request.stop_token_ids),
