@@ -59,7 +59,7 @@ class Pod(ABC, Generic[C]):
         self._metrics: MetricsEndpoint | None = None
         self.metrics_address = ""  # of the metrics over HTTP, once they are served
         self.health_address = ""  # of the plaintext health service, once it is
-        self.lease_failures = 0
+        self.lease_renewals = self.lease_failures = 0
         self.ready = False
         self.draining = False
         # Set when the pod cannot go on, with the reason: the process then ends.
@@ -203,6 +203,7 @@ class Pod(ABC, Generic[C]):
                 else:
                     await self.registry.register(self.record())
                     registered_once = True
+                self.lease_renewals += 1
             except Incompatible as error:
                 if not self.failed.done():
                     self.failed.set_result(error)

@@ -58,6 +58,7 @@ class Metrics:
         stale_steps: steps that a verifier refused as stale.
         refused_trees: steps that ran without their tree because the verifier found it invalid.
         lost_speculators: speculators that ended a session of their own.
+        unreachable: connections to pods that failed or broke.
         quarantines: pods put to rest for what they sent.
         commit_failures: commits that Redis refused; the answers were right all the same.
         finish_reasons: samples by how they ended: stop, length; and requests: abort, error.
@@ -96,6 +97,7 @@ class Metrics:
     stale_steps: int = 0
     refused_trees: int = 0
     lost_speculators: int = 0
+    unreachable: int = 0
     quarantines: int = 0
     commit_failures: int = 0
     accepted_per_position: list[int] = field(default_factory=list)

@@ -162,6 +162,7 @@ class Pods:
                 self._say_once(peer, "pod refused", str(error))
                 return  # for good: another process would have another pod id
             except Unavailable as error:
+                self._metrics.unreachable += 1
                 peer.failures += 1
                 pause = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2 ** min(peer.failures - 1, 10))
                 log.info("pod unreachable", pod=peer.record.pod_id, tier=peer.record.tier, reason=str(error))

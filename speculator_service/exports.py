@@ -50,5 +50,11 @@ EXPORTS: list[Export[SpeculatorPod]] = [
         "Opens, commits and closes that wait for the drafter's step to end.",
         lambda pod: pod.engine.queued,
     ),
+    Export(
+        "graftree_speculator_kv_blocks",
+        "gauge",
+        "KV blocks in all; 0 where the drafter keeps none.",
+        lambda pod: pod.drafter.blocks()[1],
+    ),
     Export("graftree_speculator_kv_cache_usage_perc", "gauge", "KV blocks in use, 1 = all of them.", _kv_usage),
 ]

@@ -20,6 +20,11 @@ def _accepted_per_position(pod: VerifierPod) -> dict[tuple[str, ...], float]:
     return {(str(depth),): count for depth, count in enumerate(list(pod.counters.num_accepted_tokens_per_pos))}
 
 
+def _step_seconds(pod: VerifierPod) -> dict[tuple[str, ...], float]:
+    latest = pod.step_times.latest
+    return {} if latest is None else {(str(rows),): latest.seconds(rows) for rows in (1, 8, 32, 128)}
+
+
 _APART = ("forward_ns", "prefix_cache_queries", "prefix_cache_hits")
 
 EXPORTS: list[Export[VerifierPod]] = [
@@ -56,6 +61,13 @@ EXPORTS: list[Export[VerifierPod]] = [
         lambda pod: pod.config.step_tokens,
     ),
     Export("graftree_kv_cache_usage_perc", "gauge", "KV blocks in use, 1 = all of them.", _kv_usage),
+    Export(
+        "graftree_verifier_step_seconds",
+        "gauge",
+        "What a step of so many rows takes, as routers are told; measured at the start, followed since.",
+        _step_seconds,
+        labels=("rows",),
+    ),
     Export("graftree_verifier_kv_blocks", "gauge", "KV blocks in all.", lambda pod: pod.runner.pool.num_blocks),
     Export(
         "graftree_verifier_sessions_ready",

@@ -115,6 +115,11 @@ class VerifierPod(Pod[VerifierConfig]):
         return self._engine.scheduler
 
     @property
+    def step_times(self) -> StepTimes:
+        """What steps take; to be read only."""
+        return self._step_times
+
+    @property
     def runner(self) -> Runner:
         """The LLM, its cache and pool; to be read only."""
         return self._runner

@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 def _info(pod: Pod[Any]) -> dict[tuple[str, ...], float]:
     record = pod.record()
-    return {(record.pod_id, record.tier, record.kind, __version__): 1.0}
+    fingerprint = record.model_fingerprint[:12]
+    return {(record.pod_id, record.tier, record.kind, record.address, fingerprint, __version__): 1.0}
 
 
 EXPORTS: list[Export[Any]] = [
-    Export("graftree_pod_info", "gauge", "1; what this pod is.", _info, labels=("pod_id", "tier", "kind", "version")),
+    Export(
+        "graftree_pod_info",
+        "gauge",
+        "1; what this pod is. The fingerprint is its model's.",
+        _info,
+        labels=("pod_id", "tier", "kind", "address", "fingerprint", "version"),
+    ),
     Export("graftree_pod_ready", "gauge", "1 while the pod takes work.", lambda pod: pod.ready),
     Export("graftree_pod_draining", "gauge", "1 while the pod is going away.", lambda pod: pod.draining),
     Export("graftree_pod_sessions", "gauge", "Sessions or requests open.", lambda pod: pod.record().sessions),
@@ -36,6 +43,12 @@ EXPORTS: list[Export[Any]] = [
         "Times that replaced TLS files could not be read; the ones before stay in force.",
         lambda pod: {(side,): tls.files.failures for side, tls in pod.tls_sides.items() if tls is not None},
         labels=("side",),
+    ),
+    Export(
+        "graftree_pod_lease_renewals_total",
+        "counter",
+        "Times the pod registered or renewed its lease.",
+        lambda pod: pod.lease_renewals,
     ),
     Export(
         "graftree_pod_lease_failures_total",
