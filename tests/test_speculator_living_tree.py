@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from graftree.tree import node_id, root_id
 from speculator_service.drafters.base import Candidate
 from speculator_service.living_tree import LivingTree, Node
+from speculator_service.shapes import BEST_FIRST, Shape
 
 
 def make_tree(
-    *, max_nodes: int = 16, max_depth: int = 8, max_position: int = 1000, vocab_size: int = 100
+    *,
+    max_nodes: int = 16,
+    max_depth: int = 8,
+    max_position: int = 1000,
+    vocab_size: int = 100,
+    shape: Shape = BEST_FIRST,
 ) -> LivingTree:
     """A tree behind ten committed tokens."""
     return LivingTree(
@@ -25,6 +31,7 @@ def make_tree(
         max_depth=max_depth,
         max_position=max_position,
         vocab_size=vocab_size,
+        shape=shape,
     )
 
 
