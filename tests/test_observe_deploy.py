@@ -101,6 +101,15 @@ def test_every_expression_asks_for_what_there_is(where: str, expression: str) ->
     assert not bare, f"{where}: {bare} are counters"
 
 
+def test_documents_name_what_there_is() -> None:
+    """Every metric that a document names is served."""
+    known = series() | {export.name: set[str]() for export in EXPORTS}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"\bgraftree_[a-z0-9_]*[a-z0-9]\b", path.read_text()))
+        prefixes = {"graftree_router", "graftree_verifier", "graftree_speculator", "graftree_pod", "graftree_tls"}
+        assert named - prefixes - set(known) == set(), path.name
+
+
 def test_outcomes_are_those_of_the_code() -> None:
     """Wherever an outcome is named, it is one of the router's."""
     named = set()

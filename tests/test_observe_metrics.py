@@ -21,9 +21,9 @@ from graftree.observe.pod_exports import EXPORTS as OF_EVERY_POD
 from router.exports import EXPORTS as OF_ROUTERS
 from router.metrics import Metrics, Outcome
 from speculator_service.exports import EXPORTS as OF_SPECULATORS
+from tests.observed import MODEL, observed_stack
 from verifier_service.exports import EXPORTS as OF_VERIFIERS
 
-MODEL = "random:llama?layers=1&seed=3"
 LISTEN = {"metrics_listen": "127.0.0.1:0"}
 EXPORTS: dict[str, list[Export[Any]]] = {
     "router": OF_ROUTERS,
@@ -184,15 +184,7 @@ async def test_values_are_read_when_asked_for() -> None:
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
     """A router, a verifier and two speculators, each with an endpoint of its own."""
-    with LocalStack(
-        MODEL,
-        [f"model:{MODEL}", "ngram"],
-        in_process=True,
-        threads=1,
-        router_options=LISTEN | {"adaptive": False, "draft_wait_ms": 1000.0},
-        verifier_options=LISTEN,
-        speculator_options=LISTEN,
-    ) as running:
+    with observed_stack(LISTEN) as running:
         yield running
 
 

@@ -21,8 +21,8 @@ from graftree.config import RouterConfig, build
 from graftree.errors import ConfigError, InvalidArgument
 from graftree.observe import otel
 from graftree.observe.tracing import NO_SPAN, NO_TRACER, is_traceparent, parent_of, tracer
+from tests.observed import observed_stack
 
-MODEL = "random:llama?layers=1&seed=3"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACED = {"trace_endpoint": "http://127.0.0.1:1"}
 SECRET = "a prompt that nobody else may read"
@@ -43,15 +43,7 @@ def memory() -> Iterator[InMemorySpanExporter]:
 @pytest.fixture(scope="module")
 def stack(memory: InMemorySpanExporter) -> Iterator[LocalStack]:
     """A whole stack that traces every request."""
-    with LocalStack(
-        MODEL,
-        [f"model:{MODEL}", "ngram"],
-        in_process=True,
-        threads=1,
-        router_options=TRACED | {"draft_wait_ms": 1000.0},
-        verifier_options=TRACED,
-        speculator_options=TRACED,
-    ) as running:
+    with observed_stack(TRACED) as running:
         yield running
 
 
