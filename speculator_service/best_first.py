@@ -89,8 +89,11 @@ class BestFirst(Frontier):
 
     def attach(self, node: Node) -> None:
         self._exhausted = None
+        # What is below the floor as a child of the root never enters, wherever commits move the root.
+        least = node.score + self._floor_of(self.tree.max_nodes)
         for offer in node.offers:
-            self._wait(node, offer, self.tree.score(node, offer.log_prob))
+            if (score := self.tree.score(node, offer.log_prob)) >= least:
+                self._wait(node, offer, score)
         self._admit(self._fair_share())
         self._displace()
 
@@ -100,7 +103,11 @@ class BestFirst(Frontier):
 
     def _floor(self) -> float:
         """Score below which nothing is drafted."""
-        return self.tree.root.score + math.log(min(LEAST_SHARE / self.tree.budget, LEAST_CHANCE))
+        return self.tree.root.score + self._floor_of(self.tree.budget)
+
+    @staticmethod
+    def _floor_of(budget: int) -> float:
+        return math.log(min(LEAST_SHARE / budget, LEAST_CHANCE))
 
     def _best_leaf(self) -> float:
         while self._leaves and not self._leaves[0][-1].alive:  # displaced meanwhile

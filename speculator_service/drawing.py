@@ -24,6 +24,7 @@ _BY_RANK = {
     Rule.MSS: (0.37, 0.09, 0.04, 0.04, 0.02),
     Rule.MSS_WITHOUT_REPLACEMENT: (0.37, 0.11, 0.05, 0.04, 0.03),
 }
+WORTH_DRAWING = 5  # draws per node; further ones are accepted too seldom to be worth a row
 
 
 @dataclass(frozen=True)

@@ -229,8 +229,8 @@ class Engine:
         share = self._batch_leaves // len(ready)
         for growth in ready:
             # Each leaf brings a few children that enter: more leaves than fill the tree are wasted work.
-            room = max(growth.tree.room, 0)
-            batch.extend((growth, node) for node in growth.tree.take(min(share, 1 + room // min(growth.branching, _ENTERING))))
+            most = 1 + max(growth.tree.room, 0) // min(growth.branching, _ENTERING)
+            batch.extend((growth, node) for node in growth.tree.take(min(share, most)))
             self._growths[growth.session_id] = self._growths.pop(growth.session_id)
         return batch
 

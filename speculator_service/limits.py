@@ -12,7 +12,7 @@ from graftree.sampling import SamplingParams
 from graftree.tree import root_id
 from graftree.v1 import speculation_pb2
 from speculator_service.drafters.base import DraftSession
-from speculator_service.drawing import Drawing
+from speculator_service.drawing import WORTH_DRAWING, Drawing
 from speculator_service.living_tree import LivingTree
 from speculator_service.shapes import BEST_FIRST, Shape
 
@@ -89,7 +89,7 @@ class Limits:
         rule = Rule.from_proto(request.mode).at(params)
         if rule is Rule.TARGET_ONLY:
             return None
-        count = min(self.children, session.max_nodes, MAX_DRAWS)
+        count = min(self.shape.children or min(self.branching, WORTH_DRAWING), session.max_nodes, MAX_DRAWS)
         return Drawing(rule, params, count, request.draft_salt, session.vocab_size)
 
     def tree(self, session: DraftSession, max_depth: int) -> LivingTree:

@@ -131,8 +131,10 @@ def opening(session_id: str = "a", **changes: Any) -> speculation_pb2.DraftOpen:
     return speculation_pb2.DraftOpen(session_id=session_id, **fields)
 
 
-def commit(token_ids: Sequence[int], length: int = len(PROMPT), session_id: str = "a") -> speculation_pb2.DraftCommit:
-    return speculation_pb2.DraftCommit(session_id=session_id, token_ids=token_ids, committed_length=length)
+def commit(
+    token_ids: Sequence[int], length: int = len(PROMPT), session_id: str = "a", **fields: Any
+) -> speculation_pb2.DraftCommit:
+    return speculation_pb2.DraftCommit(session_id=session_id, token_ids=token_ids, committed_length=length, **fields)
 
 
 async def test_hello_then_a_tree_that_content_addresses_name() -> None:
@@ -170,6 +172,26 @@ async def test_commit_re_roots() -> None:
                 assert parent in known
                 assert node_id(parent, child) not in known
                 known.add(node_id(parent, child))
+
+
+async def test_commits_carry_budget_and_pause() -> None:
+    """A budget bounds the nodes that come behind its commit; nothing comes behind one that pauses, until the next."""
+    async with serving(Flat()) as served:
+        stream = await served.connect()
+        await stream.send(opens=[opening()])
+        await stream.until_complete("a")
+        stream.deltas.clear()
+        await stream.send(commits=[commit([99], budget_nodes=3)])
+        deltas = await stream.until_complete("a")
+        assert sum(len(delta.token_ids) for delta in deltas) == 3
+        stream.deltas.clear()
+        await stream.send(commits=[commit([98], len(PROMPT) + 1, paused=True)], opens=[opening("b")])
+        await stream.until_complete("b")
+        assert {delta.session_id for delta in stream.deltas} == {"b"}
+        await stream.send(commits=[commit([97], len(PROMPT) + 2)])
+        deltas = await stream.until_complete("a")
+        assert deltas[-1].committed_length == len(PROMPT) + 3
+        assert sum(len(delta.token_ids) for delta in deltas) > 3
 
 
 async def test_without_credit_deltas_wait_and_travel_together() -> None:
