@@ -72,14 +72,19 @@ class AdaptiveSteering(Steering):
         """As `Steering.seated`."""
         self.roster.add(kind)
 
+    def unseated(self, kind: str) -> None:
+        """As `Steering.unseated`."""
+        self.roster.remove(kind)
+
     def heard(self, kind: str, tree: MergedTree) -> None:
         """As `Steering.heard`."""
         self.roster.heard(kind)
         self._patience.heard(self.clock(), tree.outlook)
 
-    def committed(self, tree: MergedTree) -> None:
+    def committed(self, tree: MergedTree, tokens: int) -> None:
         """As `Steering.committed`."""
-        self._patience.committed(self.clock(), self.kinds - self.roster.trials, tree.outlook, survived=len(tree) > 0)
+        kinds = self.kinds - self.roster.trials
+        self._patience.committed(self.clock(), kinds, tree.outlook, survived=len(tree) > 0, tokens=tokens)
 
     # A round.
 
@@ -124,7 +129,7 @@ class AdaptiveSteering(Steering):
         """As `Steering.sent`."""
         super().sent(cut, length, waited, waited_for)
         if waited:
-            self._patience.waited(waited)
+            self._patience.waited()
         self._cut, self._brought = cut, cut.brought()
         self._scores = self._judge(cut, waited, waited_for)
         budget = self._budget

@@ -128,12 +128,15 @@ class Drafts:
                     sink=self._merge,
                     clock=self._steering.clock,
                 )
+        for kind, _ in lost:
+            if kind not in self._seats:
+                self._steering.unseated(kind)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Tell the speculators what was committed, and which of them are to draft."""
         if not self._seats:
             return
-        self._steering.committed(self.tree)
+        self._steering.committed(self.tree, len(token_ids))
         living_nodes = self._steering.living_nodes
         for kind, seat in self._seats.items():
             if seat.error is None:

@@ -21,6 +21,7 @@ FIRST_GUESS = 0.02  # seconds a step takes where nobody has said so and none was
 STRETCH = (0.25, 4.0)
 # A stretch says something once this many steps were seen.
 ENOUGH = 3
+RARELY, NOTHING = 4, 0.05
 ALONE = 1.5  # sequences a step, on average, below which a session has the verifier to itself
 _TABLES = 8
 
@@ -247,7 +248,12 @@ class Rounds:
         """As `Pace.unseen`; 0 where step times say nothing about speculators: other sessions have theirs."""
         if self.sequences.value >= ALONE or not self.pace.steps:
             return 0
-        return self.pace.unseen(roster)
+        steps, known = self.pace.unseen(roster), self.pace.stretch(roster)
+        if steps is None or known is None:
+            return None
+        now = self.pace.stretch(self._sent.roster) if self._sent is not None else None
+        # Where speculators have been seen to cost the verifier nothing, once in a while is enough.
+        return steps // RARELY if now is not None and now < known * (1 + NOTHING) else steps
 
     def sent(self, sent: Sent) -> None:
         """A step leaves; it ends the round of the one before."""

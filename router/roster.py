@@ -23,6 +23,7 @@ LONGEST_OF_ALL = 1024
 ADMISSION = 0.03  # tokens a round that it must bring, net, to be taken back
 CHALLENGE = 256  # rounds after which it is measured anew how fast steps are without a kind
 CHALLENGED = 5  # rounds that takes
+PATIENCE = 24  # first rounds of a session in which nothing is done for knowledge's sake
 MEMORY = 0.3
 
 
@@ -80,6 +81,11 @@ class Roster:
         if kind not in self._standings:
             self._standings[kind] = Standing(self._round)
             self.kinds |= {kind}
+
+    def remove(self, kind: str) -> None:
+        """No speculator of this kind is there any more; one that comes begins anew."""
+        self._standings.pop(kind, None)
+        self.kinds, self.trials = self.kinds - {kind}, self.trials - {kind}
 
     def heard(self, kind: str) -> None:
         """It has sent nodes."""
@@ -159,6 +165,8 @@ class Roster:
     def _challenge(self) -> bool:
         """Do without a kind for a few rounds where nobody knows what steps take without it."""
         kinds = self.kinds
+        if self._round < PATIENCE:
+            return False
         for _, kind, standing in self._judged():
             unseen = self._unseen(kinds - {kind})
             if not standing.trial and (unseen is None or unseen >= CHALLENGE):

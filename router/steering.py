@@ -81,11 +81,14 @@ class Steering(ABC):
     def seated(self, kind: str) -> None:  # noqa: B027
         """A speculator of this kind has the session."""
 
+    def unseated(self, kind: str) -> None:  # noqa: B027
+        """No speculator of this kind has it any more."""
+
     def heard(self, kind: str, tree: MergedTree) -> None:  # noqa: B027
         """Nodes of one were merged."""
 
-    def committed(self, tree: MergedTree) -> None:  # noqa: B027
-        """The speculators are told of a commit, which the tree has followed."""
+    def committed(self, tree: MergedTree, tokens: int) -> None:  # noqa: B027
+        """The speculators are told of a commit of so many tokens, which the tree has followed."""
 
     @abstractmethod
     def wait(self, tree: MergedTree, length: int, seats: Collection[SpeculatorSeat]) -> Wait | None:

@@ -6,7 +6,7 @@ import pytest
 
 from graftree.step_time import StepTime
 from graftree.v1.verification_pb2 import Verdict
-from router.pace import ENOUGH, FIRST_GUESS, Others, Pace, Rounds, Sent
+from router.pace import ENOUGH, FIRST_GUESS, RARELY, Others, Pace, Rounds, Sent
 
 STEPS = StepTime((1, 16, 64), (0.06, 0.06, 0.24), per_sequence=0.001, per_context_token=1e-6)
 NONE: frozenset[str] = frozenset()
@@ -96,7 +96,7 @@ def test_stretch_by_speculators_at_work() -> None:
     play(rounds, 10, step=0.06, start=now)
     assert rounds.contention(SSM, "ssm") == pytest.approx(0.5, abs=0.01)
     assert rounds.unseen(NONE) == 0
-    assert rounds.unseen(SSM) == 10
+    assert rounds.unseen(SSM) == 10 // RARELY  # nothing costs the verifier anything now
     costs = rounds.costs(STEPS, 100, SSM)
     assert costs.alone
     assert costs.step(0) == pytest.approx(0.09, rel=1e-2)

@@ -110,6 +110,51 @@ def test_empty_trees_and_surviving_branches_are_told_apart() -> None:
     assert 1.5 < found.tokens < 1.6
 
 
+def cycle(patience: Patience, first: float, *, keeps: bool, wait_first: bool, rounds: int = 20) -> float:
+    """Rounds from an empty tree that leave a branch (or not, having waited), each followed by one that has it."""
+    now = first
+    for _ in range(rounds):
+        patience.committed(now, KINDS, 0.0, survived=False, tokens=4 if keeps else 2)
+        patience.heard(now + 0.009, 1.0)
+        if wait_first:
+            patience.waited()
+        now += 0.06 + 0.01 * wait_first
+        if keeps:
+            patience.committed(now, KINDS, 3.0, survived=True, tokens=1)
+            now += 0.06
+    patience.committed(now, KINDS, 0.0, survived=False, tokens=4 if keeps else 2)
+    return now
+
+
+def test_what_drafting_ahead_brings_is_not_waited_for() -> None:
+    """Where a round without a wait leaves a good branch behind, and one with a wait none, waiting is not worth it."""
+    patience = Patience(1.0, {})
+    now = cycle(patience, 0.0, keeps=False, wait_first=False)
+    assert wait(patience, 30.0) is not None  # nothing is left either way
+    patience = Patience(1.0, {})
+    now = cycle(patience, 0.0, keeps=True, wait_first=False)
+    assert wait(patience, 30.0) is not None  # nothing is known of waits yet: try
+    for _ in range(3):  # one length of the wait after the other
+        if wait(patience, 30.0) is not None:
+            now = cycle(patience, now, keeps=False, wait_first=True)
+    assert wait(patience, 30.0) is None
+
+
+def test_rounds_without_waits_are_looked_at_again() -> None:
+    """However well waiting goes, now and then a round does without, to see what it would leave."""
+    patience = taught((0.0039, 0.8))
+    assert wait(patience, 10.0) is not None
+    for now in range(10, 10 + 60):
+        patience.committed(now, KINDS, 0.0, survived=False)
+        patience.heard(now + 0.0039, 0.8)
+        patience.waited()
+    assert wait(patience, 10.0) is None
+    patience.committed(100, KINDS, 0.0, survived=False)
+    patience.heard(100.0039, 0.8)
+    patience.committed(101, KINDS, 0.0, survived=False)
+    assert wait(patience, 10.0) is not None
+
+
 def test_sessions_learn_from_one_another() -> None:
     """A new session begins with what others saw of the same speculators, and with nothing of others."""
     seeds: dict[Key, Growth] = {}

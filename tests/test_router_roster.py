@@ -142,6 +142,20 @@ def test_late_nodes_of_a_dropped_kind_change_nothing() -> None:
     assert not made.active("a")
 
 
+def test_a_kind_that_leaves_is_forgotten() -> None:
+    """Its pod is gone: it neither counts nor rests, and one that comes later begins anew."""
+    made = roster("a", "b")
+    play(made, lambda *_: {"a": -1.0, "b": 1.0}, TENURE + 1)
+    assert made.kinds == {"b"}
+    made.remove("a")
+    made.remove("b")
+    assert made.kinds == made.trials == frozenset()
+    assert len(made) == 0
+    assert made.active("a")
+    made.add("a")
+    assert made.kinds == {"a"}
+
+
 @pytest.mark.parametrize("age", [None, CHALLENGE])
 def test_unknown_step_times_are_found_out(age: int | None) -> None:
     """Where nobody has seen lately how fast steps are without a kind, each rests once, for a few rounds."""
