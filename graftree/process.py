@@ -27,7 +27,7 @@ def main(pod: type[Pod[C]], config: type[C]) -> None:
         loaded = configuration.load(config)
     except ConfigError as error:
         sys.exit(_complain(error, 2))
-    logs.configure(loaded.log_level, loaded.log_format, context={"tier": tier_of(pod), "pod_id": loaded.pod_id})
+    logs.configure(loaded.log_level, loaded.log_format, context={"service": tier_of(pod), "pod_id": loaded.pod_id})
     try:
         asyncio.run(_serve(pod, loaded))
     except ConfigError as error:

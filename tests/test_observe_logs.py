@@ -45,7 +45,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def configured(level: str = "info", log_format: Literal["json", "console"] = "json") -> io.StringIO:
     stream = io.StringIO()
-    logs.configure(level, log_format, context={"tier": "router", "pod_id": "r-1"}, stream=stream)
+    logs.configure(level, log_format, context={"service": "router", "pod_id": "r-1"}, stream=stream)
     return stream
 
 
@@ -57,7 +57,7 @@ def test_a_line() -> None:
     structlog.get_logger("x").debug("too quiet")
     (line,) = lines(stream)
     assert line.pop("timestamp").endswith("Z")
-    assert line == {"event": "pod linked", "level": "info", "pod": "v-1", "tier": "router", "pod_id": "r-1"}
+    assert line == {"event": "pod linked", "level": "info", "pod": "v-1", "service": "router", "pod_id": "r-1"}
 
 
 @pytest.mark.usefixtures("fresh")
@@ -91,7 +91,7 @@ def test_libraries_speak_json_too() -> None:
         warnings.simplefilter("always")
         warnings.warn("old", stacklevel=1)
     first, second = lines(stream)
-    assert (first["event"], first["logger"], first["level"], first["tier"]) == (
+    assert (first["event"], first["logger"], first["level"], first["service"]) == (
         "lost connection",
         "redis",
         "warning",
@@ -186,7 +186,7 @@ def test_a_run_logs_no_prompt_and_no_key(tmp_path: Path) -> None:
     assert len(said) == len(text.splitlines())
     for forbidden in ("zebra", "midnight", result.text.strip(), key, key[3:20]):
         assert forbidden not in text
-    assert {line["tier"] for line in said if "tier" in line} == {"router", "verifier", "speculator"}
+    assert {line["service"] for line in said if "service" in line} == {"router", "verifier", "speculator"}
     mine = [line for line in said if line.get("request_id") == result.request_id and line["event"] != "audit"]
     assert mine
     assert all(len(line["trace_id"]) == 32 and line["tenant"] == "acme" for line in mine)

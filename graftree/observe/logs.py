@@ -36,7 +36,7 @@ def configure(
 
     Args:
         level: debug, info, warning or error; the libraries' lines come from warning on, at debug from info on.
-        context: on every line, e.g. tier and pod id.
+        context: on every line, e.g. service and pod id; what a line says itself goes first.
         stream: where to; None = stderr.
         libraries: take over the standard library's logging too; False in a process that is not ours alone.
     """
