@@ -22,8 +22,8 @@ BUDGETS = (4, 8, 16, 32, 64)
 DEEPEST = 16
 WIDEST = 8
 
-# Chance that the k most likely tokens of the default SSM hold the LLM's, as its card has it for k = 1 to 5; the rest goes
-# on as the last steps do.
+# Chance that the k most likely tokens of the default SSM hold the LLM's, as its card has it for k = 1 to 5; the rest
+# goes on as the last steps do.
 SUCCESS = (0.441, 0.569, 0.635, 0.677, 0.704, 0.722, 0.736, 0.747)
 
 
