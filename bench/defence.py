@@ -139,7 +139,10 @@ def measure(setting: Setting, repeats: int) -> tuple[dict[str, float], int]:
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder) / "texts.json"
         router = {"tree_budget": setting.nodes, "tree_depth": 8}
-        with LocalStack(setting.model, [], router_options=router) as stack, Client(stack.target) as client:
+        with (
+            LocalStack(setting.model, [], router_options=router, start_seconds=600) as stack,
+            Client(stack.target) as client,
+        ):
             result = client.generate(speculation=SpeculationOptions(off=True), echo_prompt_token_ids=True, **options)
             whole = [*result.prompt_token_ids, *result.token_ids]
             texts.write_text(json.dumps([whole]))
