@@ -104,7 +104,7 @@ def test_many_trees_along_one_text_ask_a_node_once_and_are_the_trees_they_are_al
     recordings = [recording(prompt, said_by(Strict(), prompt, misses)) for prompt, misses in texts]
     inner = Strict()
     ngram = loader.load(build(SpeculatorConfig, {"drafter": "ngram"}))
-    with Stand({"ssm": Kept(inner, 4), "ngram": ngram}, {}, 50) as stand:
+    with Stand({"ssm": Kept(inner, 32), "ngram": ngram}, {}, 50) as stand:
         together = stand.replay(recordings, SETTINGS, horizon=26)
     assert len(inner.asked) == len(set(inner.asked))
     assert not inner.sessions
@@ -161,7 +161,7 @@ def test_a_replay_takes_the_steps_of_the_service() -> None:
         spec: loader.load(build(SpeculatorConfig, {"drafter": spec, "device": "cpu"})) for spec in setting.speculators
     }
     accepted = 0
-    with Stand({**drafters, SSM: Kept(drafters[SSM], 4)}, {}, 300) as stand:
+    with Stand({**drafters, SSM: Kept(drafters[SSM], 32)}, {}, 300) as stand:
         for (prompt, temperature, seed), result in zip(requests, results, strict=True):
             text = recording(prompt, result.token_ids, temperature=temperature, seed=seed)
             ((walk,),) = stand.replay([text], [setting], horizon=LENGTH).values()
