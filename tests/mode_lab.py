@@ -16,6 +16,7 @@ from graftree.acceptance import Rule
 from graftree.sampling import SamplingParams
 from graftree.tree import root_id
 from graftree.v1 import speculation_pb2, verification_pb2
+from router.budget import FixedBudget
 from router.merge import MergedTree
 from speculator_service.drafters.base import Candidate, Drafter, Leaf
 from speculator_service.events import Open
@@ -180,7 +181,7 @@ class Session:
                     self.tree.add(speculator.name, delta, salt=speculator.salt)
             speculator.outbox = late
         room = self._lab._length - len(self.text) - 1
-        tree = self.tree.cut(self._lab._budget, room)
+        tree = self.tree.cut(FixedBudget(self._lab._budget), room).tree
         self.client.send(tree, proposals=self.tree.proposals(tree))
 
     def take(self) -> None:
