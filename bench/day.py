@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-# (share of the day, load as a share of the peak), straight lines between: night, ramp, plateau, burst, evening, night.
+# (share of the day, load as a share of the peak), linear between: night, ramp, plateau, burst, evening, night.
 SHAPE = (
     *((0.00, 0.08), (0.20, 0.08), (0.35, 0.50), (0.50, 0.50), (0.501, 1.00), (0.58, 1.00)),
     *((0.581, 0.50), (0.78, 0.50), (0.90, 0.08), (1.00, 0.08)),

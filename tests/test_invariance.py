@@ -47,7 +47,9 @@ def test_speculators_never_change_a_token(model: str) -> None:
     """Sampled with a seed: none, n-gram, an SSM, three merged (one always wrong), one killed, one added."""
     perfect, wrong = spec("Perfect", model=model), spec("Wrong", model=model)
     with (
-        LocalStack(model, speculators=[], in_process=True, router_options={"adaptive": False, "draft_wait_ms": 20}) as stack,
+        LocalStack(
+            model, speculators=[], in_process=True, router_options={"adaptive": False, "draft_wait_ms": 20}
+        ) as stack,
         Client(stack.target) as client,
     ):
         plain = client.generate(PROMPT, **SAMPLED)

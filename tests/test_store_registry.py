@@ -235,5 +235,5 @@ async def test_an_ssm_for_another_llm_is_refused(redis: Redis) -> None:
     await registry.register(replace(VERIFIER, llm_identity="a" * 64))
     await registry.register(replace(SPECULATOR, llm_identity="a" * 64))
     await registry.register(replace(SPECULATOR, pod_id="for-any"))
-    with pytest.raises(Incompatible, match="made for the LLM b.*serves a"):
+    with pytest.raises(Incompatible, match=r"made for the LLM b.*serves a"):
         await registry.register(replace(SPECULATOR, pod_id="for-another", llm_identity="b" * 64))

@@ -25,9 +25,7 @@ Shortlist = tuple[NDArray[np.int64], NDArray[np.float64]]
 NOTHING: Shortlist = (np.empty(0, dtype=np.int64), np.empty(0))
 
 
-def shortlists(
-    logits: Tensor, params: SamplingParams, size: int, draft_ids: Tensor | None = None
-) -> list[Shortlist]:
+def shortlists(logits: Tensor, params: SamplingParams, size: int, draft_ids: Tensor | None = None) -> list[Shortlist]:
     """Per row the most likely ids under the processed q, best first.
 
     Args:
