@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,11 @@ def default_speculators(model: str) -> tuple[str, ...]:
 OTHER_VARIABLES = frozenset({"GRAFTREE_API_KEY", "GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
 TREE = r"^(best_first|(static|cartesian)(:[1-9][0-9]*(,[1-9][0-9]*)*)?)$"
+
+# What looks like a secret under a key that does not exist is not repeated.
+HIDDEN = "[not shown]"
+_SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|KEY", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"(--[a-z_-]*(?:password|secret|token|key)[a-z_-]*[= ])\S+", re.IGNORECASE)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -193,7 +199,8 @@ def load(config: type[C], arguments: Sequence[str] | None = None, environ: Mappi
         if name in config.model_fields:
             variables[name] = value
         elif key not in _known_variables():
-            raise ConfigError(key, value, f"unknown key; known: {', '.join(sorted(_known_variables()))}")
+            shown = HIDDEN if _SECRET.search(key) else value
+            raise ConfigError(key, shown, f"unknown key; known: {', '.join(sorted(_known_variables()))}")
     return build(
         config,
         {**variables, **flags},
@@ -252,4 +259,4 @@ _PROGRAMS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise ConfigError("command line", message, "see --help")
+        raise ConfigError("command line", _SECRET_FLAG.sub(rf"\1{HIDDEN}", message), "see --help")

@@ -15,10 +15,12 @@ from redis import Redis as SyncRedis
 from redis.exceptions import ConnectionError, NoPermissionError
 
 from graftree import LocalStack
+from graftree.config import RouterConfig, load
 from graftree.errors import ConfigError
 from graftree.security.secrets import RedisCredentials, read_secret
 from graftree.store.connection import connect
 from graftree.store.embedded import EmbeddedRedis
+from router.pod import RouterPod
 from tests.certificates import Identity, authority, bundle
 from tests.fakes import FakeSpeculator, FakeVerifier
 from tests.router_harness import PROMPT, harness
@@ -181,3 +183,19 @@ def test_no_password_on_a_command_line(tmp_path: Path) -> None:
             commands = [Path(f"/proc/{pod.pid}/cmdline").read_text() for pod in pods]
     assert all("graftree.local.child" in command and "hunter2" not in command for command in commands)
     assert "hunter2" not in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ([], {"GRAFTREE_REDIS_PASSWORD": "hunter2"}),
+        (["--redis-password", "hunter2"], {}),
+        (["--redis-password=hunter2"], {}),
+        ([], {"GRAFTREE_REDIS": "redis://user:hunter2@host:port/0"}),
+    ],
+)
+async def test_a_mistake_repeats_no_secret(arguments: list[str], environ: dict[str, str]) -> None:
+    """A password under a key that does not exist, or in a malformed URL, is not in the error."""
+    with pytest.raises(ConfigError) as caught:
+        RouterPod(load(RouterConfig, arguments, environ))
+    assert "hunter2" not in str(caught.value)

@@ -9,11 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
-import grpc
-
+from graftree.cli.access import add_option, client_options, content
 from graftree.cli.stack import add_options, refuse_with_target, stack_arguments
 from graftree.client import Client, Stream
 from graftree.errors import InvalidArgument
@@ -37,12 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         default=os.environ.get("GRAFTREE_TARGET") or None,
         help="a running router (default: $GRAFTREE_TARGET)",
     )
-    parser.add_argument(
-        "--ca",
-        metavar="FILE",
-        help="TLS: the router's certificate is by one of these authorities (PEM). An API key is read from "
-        "$GRAFTREE_API_KEY",
-    )
+    add_option(parser)
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -83,7 +76,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Generate; an interrupt cancels the generation before it is passed on."""
     prompt = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
-    with _target(chosen) as target, _client(target, chosen.ca) as client:
+    access = client_options(chosen)
+    with _target(chosen, access) as target, Client(target, **access) as client:
         text, options = _request(prompt, chosen)
         with client.stream(text, **options) as stream:
             try:
@@ -95,20 +89,15 @@ def run(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _client(target: str, ca: str | None) -> Client:
-    credentials = None if ca is None else grpc.ssl_channel_credentials(_bytes("--ca", ca))
-    return Client(target, credentials=credentials, api_key=os.environ.get("GRAFTREE_API_KEY") or None)
-
-
 @contextlib.contextmanager
-def _target(chosen: argparse.Namespace) -> Iterator[str]:
+def _target(chosen: argparse.Namespace, access: dict[str, Any]) -> Iterator[str]:
     if chosen.target is not None:
         refuse_with_target(chosen)
         yield chosen.target
         return
     from graftree.local_stack import LocalStack
 
-    with LocalStack(**stack_arguments(chosen)) as stack:
+    with LocalStack(**stack_arguments(chosen), client_options=access) as stack:
         yield stack.target
 
 
@@ -152,16 +141,9 @@ def _content(flag: str, path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return _bytes(flag, path).decode()
+        return content(flag, path).decode()
     except UnicodeError:
         raise InvalidArgument(flag, path, "a text file") from None
-
-
-def _bytes(flag: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(flag, path, f"a file that can be read ({type(error).__name__})") from None
 
 
 def _show(stream: Stream, *, as_json: bool) -> None:

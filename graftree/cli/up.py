@@ -9,6 +9,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from graftree.cli.access import add_option, client_options
 from graftree.cli.stack import add_options, stack_arguments, tell
 
 
@@ -23,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add_options(parser)
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="the router's (default: 8000; 0 = any)")
     parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: %(default)s)")
+    add_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -32,7 +34,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     arguments = stack_arguments(chosen)
     arguments["router_options"] = {"host": chosen.host, **arguments["router_options"]}
-    stack = LocalStack(port=chosen.port, **arguments)
+    stack = LocalStack(port=chosen.port, **arguments, client_options=client_options(chosen))
     enough = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

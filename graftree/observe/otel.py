@@ -90,8 +90,8 @@ class _OtelSpan(Span):
 
     def end(self, error: BaseException | None = None) -> None:
         if error is not None and self._span.is_recording():
-            # The text of an error names fields and limits, never what a prompt says.
-            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+            # Which field it was, not what it held: a grammar or a stop string is the client's own text.
+            self._span.set_status(Status(StatusCode.ERROR, getattr(error, "field", None)))
             self._span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
         if self._span.is_recording():
             self._span.end()

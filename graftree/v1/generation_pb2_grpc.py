@@ -54,7 +54,8 @@ class GenerationServiceServicer:
     def Generate(self, request, context):
         """Generates from one prompt. Events: one `started`, then for each sample any number of `chunk` and one `finished`.
         Errors: INVALID_ARGUMENT with google.rpc.BadRequest; RESOURCE_EXHAUSTED and UNAVAILABLE with google.rpc.RetryInfo;
-        ALREADY_EXISTS when request_id is in use for a different request.
+        ALREADY_EXISTS when request_id is in use for a different request; UNAUTHENTICATED without a valid API key
+        (authorization: Bearer <key>) where the router asks for one. Requests of different tenants have ids of their own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
