@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graftree.v1 import generation_pb2 as pb
+from router.caller import public_id
 from router.figures import Figures
 from router.request import GenerationPlan
 from router.stops import Finish
@@ -12,7 +13,7 @@ def started(plan: GenerationPlan, model: str) -> pb.GenerateResponse:
     """The request is being served."""
     return pb.GenerateResponse(
         started=pb.GenerationStarted(
-            request_id=plan.request_id,
+            request_id=public_id(plan.request_id),
             model=model,
             prompt_tokens=len(plan.prompt_token_ids),
             seed=plan.seed,
