@@ -122,7 +122,7 @@ class SpeculatorConfig(PodConfig):
         "k_i children for every node of level i - 1",
     )
     branching: Annotated[int, Field(ge=1, le=64)] = Field(
-        32, description="most children of one node that grows best first; never more than the tree's nodes"
+        32, description="most children of one node that grows best first"
     )
     batch_leaves: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="most leaves expanded in one SSM step")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(

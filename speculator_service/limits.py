@@ -64,7 +64,7 @@ class Limits:
         sampling = SamplingParams.from_proto(request.sampling)
         sampling.validate(vocab_size=request.vocab_size)
         max_nodes = min(request.max_nodes or self.max_nodes, self.max_nodes)
-        branching = min(self.children, max_nodes)
+        branching = self.children
         if Rule.from_proto(request.mode).at(sampling) is not Rule.TARGET_ONLY:
             if sampling.seed is None:
                 raise InvalidArgument("sampling.seed", None, "set in the modes that draw")

@@ -87,12 +87,15 @@ async def raw_bytes(address: str, source: random.Random, tally: Tally) -> None:
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(2):
             reader, writer = await asyncio.open_connection(host, int(port))
-            start = source.choice((b"", PREFACE, b"GET /metrics HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00"))
-            writer.write(start + source.randbytes(source.choice((0, 1, 9, 300, 70_000))))
-            await writer.drain()
-            if source.random() < 0.5:
-                await reader.read(100)
-            writer.close()
+            try:
+                start = source.choice((b"", PREFACE, b"GET /metrics HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00"))
+                writer.write(start + source.randbytes(source.choice((0, 1, 9, 300, 70_000))))
+                await writer.drain()
+                if source.random() < 0.5:
+                    await reader.read(100)
+            finally:
+                writer.close()
+                await writer.wait_closed()
     tally.add("raw bytes")
 
 
