@@ -94,7 +94,7 @@ def main() -> int:
     specs = {"ngram": "ngram", "ssm": options.ssm}
     specs |= dict(zip(("boosted-1", "boosted-2"), options.boosted or (), strict=False))
     specs |= {"single": options.single} if options.single else {}
-    tally, promises = Tally(), Promises()
+    out, tally, promises = report.Report("acceptance"), Tally(), Promises()
     try:
         recordings, vocab_size = record(options)
         loaded = drafters(specs, options.kv_tokens, plan.branching)
@@ -107,7 +107,6 @@ def main() -> int:
                 print(f"\rreplayed {done}/{len(recordings)} texts", end="", file=sys.stderr, flush=True)
     except GraftreeError as error:
         raise SystemExit(str(error)) from None
-    out = report.Report("acceptance")
     out.details = {"speculators": specs, **acceptance_report.details(plan, tally, promises)}
     for table in acceptance_report.tables(plan, tally):
         print(f"\n{table}")
