@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from graftree.cli import main
+from graftree.cli import main, parser
+from graftree.cli.access import client_options
 from graftree.client import AsyncClient
-from graftree.errors import AlreadyExists, ConfigError, ResourceExhausted, Unauthenticated
+from graftree.errors import AlreadyExists, ConfigError, InvalidArgument, ResourceExhausted, Unauthenticated
 from graftree.security.keys import ApiKey, KeyRing, digest, new_key
 from router.caller import Caller, public_id
 from router.limits import Allowance, Bucket
+from tests.certificates import authority, bundle
 from tests.fakes import FakeVerifier
 from tests.router_harness import PROMPT, Harness, harness, until
 
@@ -281,3 +283,17 @@ def test_an_audit_log_that_cannot_be_written_names_its_key(tmp_path: Path) -> No
 
     with pytest.raises(ConfigError, match="audit_log"):
         AuditLog(str(tmp_path / "no" / "such" / "folder"))
+
+
+def test_the_command_line_shows_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """$GRAFTREE_API_KEY and --ca become what the client shows and trusts; a file that is not there names its flag."""
+    monkeypatch.setenv("GRAFTREE_API_KEY", "gt_mine")
+    chosen = parser().parse_args(["generate", "x", "--target", "router:8000"])
+    assert client_options(chosen) == {"api_key": "gt_mine"}
+    monkeypatch.delenv("GRAFTREE_API_KEY")
+    ca = bundle(tmp_path / "ca.pem", authority())
+    options = client_options(parser().parse_args(["up", "--ca", ca]))
+    assert options["api_key"] is None
+    assert options["credentials"] is not None
+    with pytest.raises(InvalidArgument, match="--ca"):
+        client_options(parser().parse_args(["up", "--ca", str(tmp_path / "missing")]))
