@@ -90,9 +90,7 @@ class Edge:
         """
         began, visit, code = self._clock(), Visit(), "OK"
         try:
-            metadata = context.invocation_metadata()
-            self._admit(visit, metadata)
-            visit.caller = Caller(visit.key.tenant if visit.key else "", parent_of(metadata))
+            self._admit(visit, context.invocation_metadata())
             yield visit
         except GraftreeError as error:
             code = error.reason
@@ -119,9 +117,12 @@ class Edge:
             )
 
     def _admit(self, visit: Visit, metadata: Any) -> None:
+        traceparent = parent_of(metadata)
         if self.keys is None:
+            visit.caller = Caller(traceparent=traceparent)
             return
         visit.key = key = self.keys.find(_bearer(metadata))
+        visit.caller = Caller(key.tenant, traceparent)
         allowance = self._allowances.get(key.name)
         if allowance is None:
             allowance = self._allowances[key.name] = Allowance(key, self._clock)

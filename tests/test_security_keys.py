@@ -244,6 +244,8 @@ async def test_limits_at_the_edge(tmp_path: Path) -> None:
         await first
         with pytest.raises(ResourceExhausted, match="tokens a minute"):
             await alice.generate(token_ids=PROMPT, max_new_tokens=8)
+        refused = [line for line in at.lines() if line["code"] == "RESOURCE_EXHAUSTED"]
+        assert [(line["key"], line["tenant"]) for line in refused] == [("alice", "acme")] * 2
 
 
 async def test_audit(tmp_path: Path) -> None:
