@@ -24,11 +24,17 @@ MODES = get_args(Mode)
 TEXT = {"prompt": "One, two, three. One, two, ", "max_new_tokens": 40, "ignore_eos": True}
 
 
+def patient(model: str, speculators: list[str]) -> LocalStack:
+    """A stack whose router waits for drafts: with models this small they would come too late to be accepted."""
+    options = {"adaptive": False, "draft_wait_ms": 1000.0}
+    return LocalStack(model, speculators, in_process=True, threads=1, router_options=options)
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """The LLM's own weights as SSM, n-grams, and a drafter that is always wrong."""
     speculators = ["ngram", f"model:{LLM}", spec("Wrong", model=LLM, width="2")]
-    with LocalStack(LLM, speculators, in_process=True, threads=1) as stack, Client(stack.target) as client:
+    with patient(LLM, speculators) as stack, Client(stack.target) as client:
         yield client
 
 
@@ -61,7 +67,7 @@ def test_sampled(client: Client, mode: Mode) -> None:
 def tiny() -> Iterator[LocalStack]:
     """A tiny vocabulary, so that drafts meet often: n-grams and an SSM of other weights."""
     speculators = [f"model:{TINY.replace('seed=3', 'seed=4')}", "ngram"]
-    with LocalStack(TINY, speculators, in_process=True, threads=1) as stack:
+    with patient(TINY, speculators) as stack:
         yield stack
 
 

@@ -144,7 +144,7 @@ def test_log_probs_are_the_models_own() -> None:
     assert ids[0] == ids[1]
     # The second prompt was computed behind a shared prefix: equal up to the rounding of sums.
     assert [each.log_prob for each in first.alternatives] == pytest.approx(
-        [each.log_prob for each in second.alternatives], abs=1e-5
+        [each.log_prob for each in second.alternatives], abs=1e-4
     )
     assert second.rank > 1
     assert second.token_id == ord("{")
