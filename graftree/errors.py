@@ -22,15 +22,28 @@ Each class carries the gRPC status it becomes at a service's edge (`graftree.rpc
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
+
+
+class _Code:
+    """A class attribute: the gRPC status of that name. Models and kernels run where grpc is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> grpc.StatusCode:
+        import grpc
+
+        return grpc.StatusCode[self._name]
 
 
 class GraftreeError(Exception):
     """Root of the tree. `reason` is a stable UPPER_SNAKE word for google.rpc.ErrorInfo."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[_Code] = _Code("INTERNAL")
     reason: ClassVar[str] = "INTERNAL"
 
 
@@ -43,7 +56,7 @@ class ConfigError(GraftreeError):
         limit: what would have been accepted, in words.
     """
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = _Code("FAILED_PRECONDITION")
     reason = "CONFIG"
 
     def __init__(self, key: str, value: object, limit: str) -> None:
@@ -60,7 +73,7 @@ class InvalidArgument(GraftreeError):
         limit: what would have been accepted, in words.
     """
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = _Code("INVALID_ARGUMENT")
     reason = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
@@ -81,22 +94,22 @@ class ContextTooLong(InvalidArgument):
 
 
 class NotFound(GraftreeError):
-    code = grpc.StatusCode.NOT_FOUND
+    code = _Code("NOT_FOUND")
     reason = "NOT_FOUND"
 
 
 class AlreadyExists(GraftreeError):
-    code = grpc.StatusCode.ALREADY_EXISTS
+    code = _Code("ALREADY_EXISTS")
     reason = "ALREADY_EXISTS"
 
 
 class Incompatible(GraftreeError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = _Code("FAILED_PRECONDITION")
     reason = "INCOMPATIBLE"
 
 
 class Stale(GraftreeError):
-    code = grpc.StatusCode.ABORTED
+    code = _Code("ABORTED")
     reason = "STALE"
 
 
@@ -105,14 +118,14 @@ class LeaseLost(Stale):
 
 
 class Unauthenticated(GraftreeError):
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = _Code("UNAUTHENTICATED")
     reason = "UNAUTHENTICATED"
 
 
 class ResourceExhausted(GraftreeError):
     """Args: `retry_after_s` is sent as google.rpc.RetryInfo."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = _Code("RESOURCE_EXHAUSTED")
     reason = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -121,17 +134,17 @@ class ResourceExhausted(GraftreeError):
 
 
 class DeadlineExceeded(GraftreeError):
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = _Code("DEADLINE_EXCEEDED")
     reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(GraftreeError):
-    code = grpc.StatusCode.CANCELLED
+    code = _Code("CANCELLED")
     reason = "CANCELLED"
 
 
 class Unavailable(GraftreeError):
-    code = grpc.StatusCode.UNAVAILABLE
+    code = _Code("UNAVAILABLE")
     reason = "UNAVAILABLE"
 
 

@@ -13,13 +13,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from graftree.errors import InvalidArgument
-from graftree.v1 import verification_pb2
+
+if TYPE_CHECKING:
+    from graftree.v1 import verification_pb2
 
 MAX_KNOTS = 64
 
@@ -134,6 +136,8 @@ class StepTime:
         )
 
     def to_proto(self) -> verification_pb2.StepTime:
+        from graftree.v1 import verification_pb2
+
         return verification_pb2.StepTime(
             rows=self.rows,
             seconds=self.curve,
