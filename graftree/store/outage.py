@@ -15,6 +15,7 @@ class Outage:
         clock: seconds; read when an outage begins.
         rng: jitter of the pauses.
         shortest, longest: seconds between tries, before jitter; doubles from one to the other.
+        lost, regained: what the log says when it begins and when it ends.
 
     Attributes:
         active: Redis is away.
@@ -22,7 +23,16 @@ class Outage:
         since: the clock when it began.
     """
 
-    def __init__(self, clock: Callable[[], float], rng: random.Random, *, shortest: float, longest: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        rng: random.Random,
+        *,
+        shortest: float,
+        longest: float,
+        lost: str = "sessions are not durable",
+        regained: str = "sessions are durable again",
+    ) -> None:
         self.active = False
         self.reason = ""
         self.since: float | None = None
@@ -30,6 +40,7 @@ class Outage:
         self._rng = rng
         self._shortest, self._longest = shortest, longest
         self._pause = shortest
+        self._lost, self._regained = lost, regained
 
     def begin(self, error: BaseException) -> None:
         """An error was met; begins the outage or renews its reason."""
@@ -38,7 +49,7 @@ class Outage:
             self.active = True
             self.since = self._clock()
             self._pause = self._shortest
-            _log.warning("sessions are not durable", reason=self.reason)
+            _log.warning(self._lost, reason=self.reason)
 
     def end(self) -> None:
         """A command succeeded."""
@@ -46,7 +57,7 @@ class Outage:
             self.active = False
             self.reason = ""
             self.since = None
-            _log.info("sessions are durable again")
+            _log.info(self._regained)
 
     def next_pause(self) -> float:
         """Seconds to wait before the next try: between half the current pause and all of it."""
