@@ -3,6 +3,7 @@
 implementation    where                what
 reference         kernels/reference    the formula in float64, loop by loop
 cpu               kernels/cpu          torch operators, padded groups; right on any device
+invariant         kernels/invariant    torch operators in one order of summation; right on any device
 auto              here                 the fastest for the query's device
 """
 
@@ -15,7 +16,7 @@ from kernels.layout import TreeLayout, chain_masks
 if TYPE_CHECKING:
     from torch import Tensor
 
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "invariant")
 
 __all__ = ["IMPLEMENTATIONS", "TreeLayout", "chain_masks", "tree_attention"]
 
@@ -58,6 +59,8 @@ def tree_attention(
     # torch is imported here so that a tier without a model can import the layout alone.
     if implementation == "reference":
         from kernels.reference import tree_attention as run
+    elif implementation == "invariant":
+        from kernels.invariant import tree_attention as run
     elif implementation in ("auto", "cpu"):
         from kernels.cpu import tree_attention as run
     else:

@@ -6,6 +6,7 @@ The rows of all sequences are packed into one [1, N] batch with explicit positio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,14 @@ from graftree.models.packed import PackedLinear, can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
 from graftree.models.rows import Rows as Rows
 from graftree.models.rows import chain_rows as chain_rows
+from graftree.models.steady import Steady, agreeing, spare_blocks
 from graftree.models.support import TESTED_FAMILIES, check, window_of
 from kernels import IMPLEMENTATIONS, TreeLayout
 
 if TYPE_CHECKING:
     from graftree.models.load import LoadedModel
+
+log = logging.getLogger(__name__)
 
 
 class TreeRunner:
@@ -37,6 +41,8 @@ class TreeRunner:
         kv_tokens: capacity of the cache in tokens, rounded down to whole blocks.
         block_size: tokens per block.
         implementation: of `kernels.tree_attention`.
+        deterministic: a row's logits get the same bits whatever shares the step (`graftree.models.steady`); attention
+            is then the one made for that.
 
     Raises:
         Incompatible: the model cannot be run exactly this way; the message says why.
@@ -44,7 +50,13 @@ class TreeRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, kv_tokens: int, block_size: int = 16, implementation: str = "auto"
+        self,
+        loaded: LoadedModel,
+        *,
+        kv_tokens: int,
+        block_size: int = 16,
+        implementation: str = "auto",
+        deterministic: bool = False,
     ) -> None:
         if implementation not in IMPLEMENTATIONS:
             raise InvalidArgument("implementation", implementation, f"one of {', '.join(IMPLEMENTATIONS)}")
@@ -54,7 +66,7 @@ class TreeRunner:
             raise InvalidArgument("kv_tokens", kv_tokens, f"at least one block of {block_size}")
         self.spec = loaded.spec
         self.rows_computed = 0
-        self.implementation = implementation
+        self.implementation = "invariant" if deterministic else implementation
         self._model = loaded.model
         check(self._model)
         self._device = self._model.device
@@ -68,7 +80,7 @@ class TreeRunner:
         heads = config.num_attention_heads
         self.kv = PagedKV(
             layers=config.num_hidden_layers,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks + (spare_blocks(block_size) if deterministic else 0),
             block_size=block_size,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -81,6 +93,11 @@ class TreeRunner:
         self._fuse()
         if can_pack(self._model):
             pack_linears(self._model)
+        self._steady: Steady | None = None
+        if deterministic:
+            sizes = agreeing(self._forward, self.kv, self.spec)
+            self._steady = Steady(self._forward, sizes, range(num_blocks, self.kv.num_blocks))
+            log.info("steps have fixed sizes: %s rows", sizes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -104,9 +121,16 @@ class TreeRunner:
             self._check(rows)
         if not any(rows.token_ids for rows in batch):
             return [self._no_logits() for _ in batch]
-        logits = self._run(self._step(batch), *self._inputs(batch))
+        logits = self._steady.forward(batch) if self._steady else self._forward(batch)
         self.rows_computed += sum(len(rows.token_ids) for rows in batch)
         return list(logits.split([len(rows.logits) for rows in batch]))
+
+    def _forward(self, batch: Sequence[Rows], wanted: int = 0, kv: PagedKV | None = None) -> Tensor:
+        """One forward; at least `wanted` rows of logits, the first packed row's where fewer are asked for."""
+        step = self._step(batch)
+        token_ids, positions, rows = self._inputs(batch)
+        rows = torch.nn.functional.pad(rows, (0, max(0, wanted - len(rows))))
+        return self._run(step if kv is None else replace(step, kv=kv), token_ids, positions, rows)
 
     @torch.inference_mode()
     def _run(self, step: Step, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
