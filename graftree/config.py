@@ -159,6 +159,11 @@ class VerifierConfig(PodConfig):
         description="share of what a session may still generate that KV is reserved for when it opens; below 1 more "
         "sessions fit, and where KV runs short the last one is preempted and goes on later",
     )
+    deterministic: bool = Field(
+        False,
+        description="whether a token's logits are bit for bit the same whatever shares the step and whatever tree it "
+        "stands in; costs time (docs/performance.md)",
+    )
     step_time_seconds: Annotated[float, Field(ge=0, le=300)] = Field(
         3.0, description="longest measuring of step times at start-up; 0 = learn them from the steps that are run"
     )

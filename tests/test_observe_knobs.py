@@ -21,6 +21,7 @@ from graftree import config as configuration
 from graftree.config import RouterConfig, SpeculatorConfig, VerifierConfig
 from graftree.errors import GraftreeError
 from graftree.observe.histogram import Histogram
+from graftree.models.runner import TreeRunner
 from graftree.pod import Pod
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service.pod import SpeculatorPod
@@ -229,6 +230,12 @@ async def threads_of_a_forward(_: VerifierPod) -> Readings:
     return {"threads": found[0]}
 
 
+async def sizes_of_steps(running: VerifierPod) -> Readings:
+    """How many rows a forward may have."""
+    assert isinstance(running.runner, TreeRunner)
+    return {"sizes": running.runner.sizes}
+
+
 VERIFIER: dict[str, tuple[Any, Callable[[VerifierPod], Awaitable[Readings]], Callable[[Readings], Any]]] = {
     "model": (LLAMA.replace("seed=0", "seed=1"), nothing, label(2)),
     "dtype": ("bfloat16", nothing, label(4)),
@@ -238,6 +245,7 @@ VERIFIER: dict[str, tuple[Any, Callable[[VerifierPod], Awaitable[Readings]], Cal
     "step_tokens": (8, a_long_prompt_twice, plain("graftree_verifier_forwards_total")),
     "prefix_cache": (False, a_long_prompt_twice, plain("graftree_prefix_cache_hits_total")),
     "kv_reserve": (0.0, two_sessions, plain("graftree_kv_cache_usage_perc")),
+    "deterministic": (True, sizes_of_steps, plain("sizes")),
     "step_time_seconds": (0, nothing, lambda after: bool(after["graftree_verifier_step_seconds"])),
     "threads": (2, threads_of_a_forward, plain("threads")),
 }

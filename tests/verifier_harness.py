@@ -33,7 +33,12 @@ def reference_model(uri: str = LLAMA) -> Any:
 
 
 def make_engine(uri: str = LLAMA, *, kv_tokens: int = 4096, step_tokens: int = 512, **options: Any) -> Engine:
-    runner = TreeRunner(load(uri), kv_tokens=kv_tokens, block_size=options.pop("block_size", 16))
+    runner = TreeRunner(
+        load(uri, dtype=options.pop("dtype", "float32")),
+        kv_tokens=kv_tokens,
+        block_size=options.pop("block_size", 16),
+        deterministic=options.pop("deterministic", False),
+    )
     return Engine(runner, max_sessions=options.pop("max_sessions", 64), step_tokens=step_tokens, **options)
 
 

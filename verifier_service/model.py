@@ -45,7 +45,9 @@ def load_runner(config: VerifierConfig) -> Runner:
     )
     if tokens < config.block_size:
         raise ConfigError("kv_tokens", tokens, f"at least one block of {config.block_size} tokens; is memory short?")
-    runner = TreeRunner(loaded, kv_tokens=tokens, block_size=config.block_size)
+    runner = TreeRunner(
+        loaded, kv_tokens=tokens, block_size=config.block_size, deterministic=config.deterministic
+    )
     _warm_up(runner, config)
     return runner
 

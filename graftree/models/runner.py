@@ -100,6 +100,11 @@ class TreeRunner:
             log.info("steps have fixed sizes: %s rows", sizes)
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """The rows that a forward may have; empty = any number."""
+        return self._steady.sizes if self._steady else ()
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of KV cache that one token takes."""
         return self.kv.bytes_per_token
