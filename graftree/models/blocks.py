@@ -94,6 +94,10 @@ class BlockPool:
             self._references[block] = self._references.get(block, 0) + 1
         return blocks
 
+    def find(self, names: Sequence[bytes]) -> dict[bytes, int]:
+        """The blocks that are published under any of these names; no reference to them is taken."""
+        return {name: self._named[name] for name in names if name in self._named}
+
     def refer(self, blocks: Sequence[int]) -> None:
         """One more reference to blocks in use.
 

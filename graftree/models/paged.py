@@ -55,6 +55,17 @@ class PagedKV:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._data.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """(2, layers, block_size, KVH, D): a block's keys, then its values."""
+        _, layers, _, block_size, kv_heads, head_dim = self._data.shape
+        return 2, layers, block_size, kv_heads, head_dim
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return self._data.element_size() * self._data.numel() // (self.num_blocks * self.block_size)
@@ -101,3 +112,12 @@ class PagedKV:
         """Store what `read_rows` returned, here or on another pod with the same model."""
         slots = torch.tensor(self.slots(blocks, rows), device=self._data.device)
         self._rows.index_copy_(2, slots, data.to(self._data))
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """(2, layers, len(blocks), block_size, KVH, D) copy of whole blocks, on the cache's device."""
+        return self._data.index_select(2, torch.tensor(blocks, dtype=torch.int64, device=self._data.device))
+
+    def write_blocks(self, blocks: Sequence[int], data: Tensor) -> None:
+        """Store what `read_blocks` returned, here or on another pod with the same model."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._data.device)
+        self._data.index_copy_(2, index, data.to(self._data))
