@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from graftree.v1 import common_pb2 as graftree_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgraftree/v1/generation.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xb9\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.graftree.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.graftree.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.graftree.v1.StoppingParams\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.graftree.v1.OutputParams\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.graftree.v1.SpeculationParams\x12>\n\x11structured_output\x18\t \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12\x0e\n\x01n\x18\n \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cresume_after\x18\x0b \x03(\rB\x07\n\x05inputB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.graftree.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xaa\x01\n\x0eStoppingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\x89\x01\n\x0cOutputParams\x12\x11\n\tlog_probs\x18\x01 \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x02 \x01(\r\x12\x1d\n\x15\x65\x63ho_prompt_token_ids\x18\x03 \x01(\x08\x12\x31\n\x0elog_probs_mode\x18\x04 \x01(\x0e\x32\x19.graftree.v1.LogProbsMode\"\x98\x01\n\x11SpeculationParams\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x16\n\tmax_nodes\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0b\n\x03off\x18\x04 \x01(\x08\x42\x0c\n\n_max_nodesB\x0c\n\n_max_depth\"\xb2\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.graftree.v1.GenerationStartedH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.graftree.v1.GenerationChunkH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.graftree.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\t\n\x01n\x18\x06 \x01(\r\"\x7f\n\x0fGenerationChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\tlog_probs\x18\x03 \x03(\x0b\x32\x19.graftree.v1.TokenLogProb\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\"\xd4\x02\n\x12GenerationFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.graftree.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.graftree.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.graftree.v1.SpeculationStats\x12,\n\x07timings\x18\x04 \x01(\x0b\x32\x1b.graftree.v1.RequestTimings\x12\x18\n\x0bstop_string\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05index\x18\x07 \x01(\r\x12\'\n\x0btotal_usage\x18\x08 \x01(\x0b\x32\x12.graftree.v1.UsageB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa2\x02\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x17\n\x0fnum_stale_nodes\x18\x07 \x01(\r\x12\x17\n\x0fnum_speculators\x18\x08 \x01(\r\x12\x17\n\x0f\x64raft_histogram\x18\t \x03(\r\x12\x17\n\x0fnum_branch_hits\x18\n \x01(\r\"\xd7\x01\n\x0eRequestTimings\x12\x0f\n\x07ttft_ns\x18\x01 \x01(\x04\x12\x11\n\tdecode_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\x12\x17\n\x0fverify_queue_ns\x18\x04 \x01(\x04\x12\x19\n\x11verify_forward_ns\x18\x05 \x01(\x04\x12\x18\n\x10verify_sample_ns\x18\x06 \x01(\x04\x12\x17\n\x0fverify_total_ns\x18\x07 \x01(\x04\x12\x11\n\tcommit_ns\x18\x08 \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\t \x01(\x04\"\x15\n\x13GetModelInfoRequest\"\xbd\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x37\n\x04pods\x18\x07 \x03(\x0b\x32).graftree.v1.GetModelInfoResponse.PodInfo\x1ag\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x10\n\x08sessions\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb3\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.graftree.v1.GenerateRequest\x1a\x1d.graftree.v1.GenerateResponse0\x01\x12S\n\x0cGetModelInfo\x12 .graftree.v1.GetModelInfoRequest\x1a!.graftree.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgraftree/v1/generation.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xcb\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.graftree.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.graftree.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.graftree.v1.StoppingParams\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.graftree.v1.OutputParams\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.graftree.v1.SpeculationParams\x12>\n\x11structured_output\x18\t \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12\x0e\n\x01n\x18\n \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cresume_after\x18\x0b \x03(\r\x12\x10\n\x08priority\x18\x0c \x01(\x11\x42\x07\n\x05inputB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.graftree.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xaa\x01\n\x0eStoppingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\x89\x01\n\x0cOutputParams\x12\x11\n\tlog_probs\x18\x01 \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x02 \x01(\r\x12\x1d\n\x15\x65\x63ho_prompt_token_ids\x18\x03 \x01(\x08\x12\x31\n\x0elog_probs_mode\x18\x04 \x01(\x0e\x32\x19.graftree.v1.LogProbsMode\"\x98\x01\n\x11SpeculationParams\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x16\n\tmax_nodes\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0b\n\x03off\x18\x04 \x01(\x08\x42\x0c\n\n_max_nodesB\x0c\n\n_max_depth\"\xb2\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.graftree.v1.GenerationStartedH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.graftree.v1.GenerationChunkH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.graftree.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\t\n\x01n\x18\x06 \x01(\r\"\x7f\n\x0fGenerationChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\tlog_probs\x18\x03 \x03(\x0b\x32\x19.graftree.v1.TokenLogProb\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\"\xd4\x02\n\x12GenerationFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.graftree.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.graftree.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.graftree.v1.SpeculationStats\x12,\n\x07timings\x18\x04 \x01(\x0b\x32\x1b.graftree.v1.RequestTimings\x12\x18\n\x0bstop_string\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05index\x18\x07 \x01(\r\x12\'\n\x0btotal_usage\x18\x08 \x01(\x0b\x32\x12.graftree.v1.UsageB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa2\x02\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x17\n\x0fnum_stale_nodes\x18\x07 \x01(\r\x12\x17\n\x0fnum_speculators\x18\x08 \x01(\r\x12\x17\n\x0f\x64raft_histogram\x18\t \x03(\r\x12\x17\n\x0fnum_branch_hits\x18\n \x01(\r\"\xd7\x01\n\x0eRequestTimings\x12\x0f\n\x07ttft_ns\x18\x01 \x01(\x04\x12\x11\n\tdecode_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\x12\x17\n\x0fverify_queue_ns\x18\x04 \x01(\x04\x12\x19\n\x11verify_forward_ns\x18\x05 \x01(\x04\x12\x18\n\x10verify_sample_ns\x18\x06 \x01(\x04\x12\x17\n\x0fverify_total_ns\x18\x07 \x01(\x04\x12\x11\n\tcommit_ns\x18\x08 \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\t \x01(\x04\"\x15\n\x13GetModelInfoRequest\"\xbd\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x37\n\x04pods\x18\x07 \x03(\x0b\x32).graftree.v1.GetModelInfoResponse.PodInfo\x1ag\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x10\n\x08sessions\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb3\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.graftree.v1.GenerateRequest\x1a\x1d.graftree.v1.GenerateResponse0\x01\x12S\n\x0cGetModelInfo\x12 .graftree.v1.GetModelInfoRequest\x1a!.graftree.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'graftree.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2803
-  _globals['_FINISHREASON']._serialized_end=2898
+  _globals['_FINISHREASON']._serialized_start=2821
+  _globals['_FINISHREASON']._serialized_end=2916
   _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=513
-  _globals['_TOKENIDS']._serialized_start=515
-  _globals['_TOKENIDS']._serialized_end=538
-  _globals['_CHAT']._serialized_start=540
-  _globals['_CHAT']._serialized_end=590
-  _globals['_CHATMESSAGE']._serialized_start=592
-  _globals['_CHATMESSAGE']._serialized_end=636
-  _globals['_STOPPINGPARAMS']._serialized_start=639
-  _globals['_STOPPINGPARAMS']._serialized_end=809
-  _globals['_OUTPUTPARAMS']._serialized_start=812
-  _globals['_OUTPUTPARAMS']._serialized_end=949
-  _globals['_SPECULATIONPARAMS']._serialized_start=952
-  _globals['_SPECULATIONPARAMS']._serialized_end=1104
-  _globals['_GENERATERESPONSE']._serialized_start=1107
-  _globals['_GENERATERESPONSE']._serialized_end=1285
-  _globals['_GENERATIONSTARTED']._serialized_start=1288
-  _globals['_GENERATIONSTARTED']._serialized_end=1416
-  _globals['_GENERATIONCHUNK']._serialized_start=1418
-  _globals['_GENERATIONCHUNK']._serialized_end=1545
-  _globals['_GENERATIONFINISHED']._serialized_start=1548
-  _globals['_GENERATIONFINISHED']._serialized_end=1888
-  _globals['_USAGE']._serialized_start=1890
-  _globals['_USAGE']._serialized_end=1947
-  _globals['_SPECULATIONSTATS']._serialized_start=1950
-  _globals['_SPECULATIONSTATS']._serialized_end=2240
-  _globals['_REQUESTTIMINGS']._serialized_start=2243
-  _globals['_REQUESTTIMINGS']._serialized_end=2458
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2460
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2481
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2484
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2801
-  _globals['_GETMODELINFORESPONSE_PODINFO']._serialized_start=2698
-  _globals['_GETMODELINFORESPONSE_PODINFO']._serialized_end=2801
-  _globals['_GENERATIONSERVICE']._serialized_start=2901
-  _globals['_GENERATIONSERVICE']._serialized_end=3080
+  _globals['_GENERATEREQUEST']._serialized_end=531
+  _globals['_TOKENIDS']._serialized_start=533
+  _globals['_TOKENIDS']._serialized_end=556
+  _globals['_CHAT']._serialized_start=558
+  _globals['_CHAT']._serialized_end=608
+  _globals['_CHATMESSAGE']._serialized_start=610
+  _globals['_CHATMESSAGE']._serialized_end=654
+  _globals['_STOPPINGPARAMS']._serialized_start=657
+  _globals['_STOPPINGPARAMS']._serialized_end=827
+  _globals['_OUTPUTPARAMS']._serialized_start=830
+  _globals['_OUTPUTPARAMS']._serialized_end=967
+  _globals['_SPECULATIONPARAMS']._serialized_start=970
+  _globals['_SPECULATIONPARAMS']._serialized_end=1122
+  _globals['_GENERATERESPONSE']._serialized_start=1125
+  _globals['_GENERATERESPONSE']._serialized_end=1303
+  _globals['_GENERATIONSTARTED']._serialized_start=1306
+  _globals['_GENERATIONSTARTED']._serialized_end=1434
+  _globals['_GENERATIONCHUNK']._serialized_start=1436
+  _globals['_GENERATIONCHUNK']._serialized_end=1563
+  _globals['_GENERATIONFINISHED']._serialized_start=1566
+  _globals['_GENERATIONFINISHED']._serialized_end=1906
+  _globals['_USAGE']._serialized_start=1908
+  _globals['_USAGE']._serialized_end=1965
+  _globals['_SPECULATIONSTATS']._serialized_start=1968
+  _globals['_SPECULATIONSTATS']._serialized_end=2258
+  _globals['_REQUESTTIMINGS']._serialized_start=2261
+  _globals['_REQUESTTIMINGS']._serialized_end=2476
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2478
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2499
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2502
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2819
+  _globals['_GETMODELINFORESPONSE_PODINFO']._serialized_start=2716
+  _globals['_GETMODELINFORESPONSE_PODINFO']._serialized_end=2819
+  _globals['_GENERATIONSERVICE']._serialized_start=2919
+  _globals['_GENERATIONSERVICE']._serialized_end=3098
 # @@protoc_insertion_point(module_scope)

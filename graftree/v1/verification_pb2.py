@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from graftree.v1 import common_pb2 as graftree_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egraftree/v1/verification.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xa9\x01\n\rVerifyRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x05opens\x18\x02 \x03(\x0b\x32\x17.graftree.v1.VerifyOpen\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.graftree.v1.VerifyStep\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"\xed\x03\n\nVerifyOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04salt\x18\x03 \x01(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\x11\n\tlog_probs\x18\x0b \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x0c \x01(\r\x12>\n\x11structured_output\x18\r \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12*\n\x04mode\x18\x0e \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x31\n\x0elog_probs_mode\x18\x0f \x01(\x0e\x32\x19.graftree.v1.LogProbsMode\x12\x11\n\tprefix_of\x18\x10 \x01(\t\x12\x13\n\x0btraceparent\x18\x11 \x01(\t\x12\x0e\n\x06tenant\x18\x12 \x01(\t\"\x80\x02\n\nVerifyStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12$\n\x04tree\x18\x04 \x01(\x0b\x32\x16.graftree.v1.TokenTree\x12\x38\n\tproposals\x18\x05 \x03(\x0b\x32%.graftree.v1.VerifyStep.NodeProposals\x1aV\n\rNodeProposals\x12\x0c\n\x04node\x18\x01 \x01(\x11\x12\x0c\n\x04salt\x18\x02 \x01(\x06\x12)\n\tproposals\x18\x03 \x01(\x0b\x32\x16.graftree.v1.Proposals\"\xde\x01\n\x0eVerifyResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x08verdicts\x18\x02 \x03(\x0b\x32\x14.graftree.v1.Verdict\x12-\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1b.graftree.v1.SessionFailure\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.graftree.v1.PodLoad\x12(\n\tstep_time\x18\x05 \x01(\x0b\x32\x15.graftree.v1.StepTime\"j\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x1c\n\x14seconds_per_sequence\x18\x03 \x01(\x01\x12!\n\x19seconds_per_context_token\x18\x04 \x01(\x01\"\xeb\x01\n\x07Verdict\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x04 \x03(\r\x12,\n\tlog_probs\x18\x05 \x03(\x0b\x32\x19.graftree.v1.TokenLogProb\x12*\n\x07timings\x18\x06 \x01(\x0b\x32\x19.graftree.v1.StageTimings\x12\x16\n\x0e\x62\x61tch_sessions\x18\x07 \x01(\r\x12\r\n\x05stale\x18\x08 \x01(\x08\x12\x12\n\ntree_error\x18\t \x01(\t2\\\n\x13VerificationService\x12\x45\n\x06Verify\x12\x1a.graftree.v1.VerifyRequest\x1a\x1b.graftree.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egraftree/v1/verification.proto\x12\x0bgraftree.v1\x1a\x18graftree/v1/common.proto\"\xa9\x01\n\rVerifyRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x05opens\x18\x02 \x03(\x0b\x32\x17.graftree.v1.VerifyOpen\x12&\n\x05steps\x18\x03 \x03(\x0b\x32\x17.graftree.v1.VerifyStep\x12\x0e\n\x06\x63loses\x18\x04 \x03(\t\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"\xff\x03\n\nVerifyOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04salt\x18\x03 \x01(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.graftree.v1.SamplingParams\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\x11\n\tlog_probs\x18\x0b \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x0c \x01(\r\x12>\n\x11structured_output\x18\r \x01(\x0b\x32#.graftree.v1.StructuredOutputParams\x12*\n\x04mode\x18\x0e \x01(\x0e\x32\x1c.graftree.v1.SpeculationMode\x12\x31\n\x0elog_probs_mode\x18\x0f \x01(\x0e\x32\x19.graftree.v1.LogProbsMode\x12\x11\n\tprefix_of\x18\x10 \x01(\t\x12\x13\n\x0btraceparent\x18\x11 \x01(\t\x12\x0e\n\x06tenant\x18\x12 \x01(\t\x12\x10\n\x08priority\x18\x13 \x01(\x11\"\x80\x02\n\nVerifyStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12$\n\x04tree\x18\x04 \x01(\x0b\x32\x16.graftree.v1.TokenTree\x12\x38\n\tproposals\x18\x05 \x03(\x0b\x32%.graftree.v1.VerifyStep.NodeProposals\x1aV\n\rNodeProposals\x12\x0c\n\x04node\x18\x01 \x01(\x11\x12\x0c\n\x04salt\x18\x02 \x01(\x06\x12)\n\tproposals\x18\x03 \x01(\x0b\x32\x16.graftree.v1.Proposals\"\xde\x01\n\x0eVerifyResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.graftree.v1.StreamHello\x12&\n\x08verdicts\x18\x02 \x03(\x0b\x32\x14.graftree.v1.Verdict\x12-\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1b.graftree.v1.SessionFailure\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.graftree.v1.PodLoad\x12(\n\tstep_time\x18\x05 \x01(\x0b\x32\x15.graftree.v1.StepTime\"j\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x1c\n\x14seconds_per_sequence\x18\x03 \x01(\x01\x12!\n\x19seconds_per_context_token\x18\x04 \x01(\x01\"\xeb\x01\n\x07Verdict\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x04 \x03(\r\x12,\n\tlog_probs\x18\x05 \x03(\x0b\x32\x19.graftree.v1.TokenLogProb\x12*\n\x07timings\x18\x06 \x01(\x0b\x32\x19.graftree.v1.StageTimings\x12\x16\n\x0e\x62\x61tch_sessions\x18\x07 \x01(\r\x12\r\n\x05stale\x18\x08 \x01(\x08\x12\x12\n\ntree_error\x18\t \x01(\t2\\\n\x13VerificationService\x12\x45\n\x06Verify\x12\x1a.graftree.v1.VerifyRequest\x1a\x1b.graftree.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST']._serialized_start=74
   _globals['_VERIFYREQUEST']._serialized_end=243
   _globals['_VERIFYOPEN']._serialized_start=246
-  _globals['_VERIFYOPEN']._serialized_end=739
-  _globals['_VERIFYSTEP']._serialized_start=742
-  _globals['_VERIFYSTEP']._serialized_end=998
-  _globals['_VERIFYSTEP_NODEPROPOSALS']._serialized_start=912
-  _globals['_VERIFYSTEP_NODEPROPOSALS']._serialized_end=998
-  _globals['_VERIFYRESPONSE']._serialized_start=1001
-  _globals['_VERIFYRESPONSE']._serialized_end=1223
-  _globals['_STEPTIME']._serialized_start=1225
-  _globals['_STEPTIME']._serialized_end=1331
-  _globals['_VERDICT']._serialized_start=1334
-  _globals['_VERDICT']._serialized_end=1569
-  _globals['_VERIFICATIONSERVICE']._serialized_start=1571
-  _globals['_VERIFICATIONSERVICE']._serialized_end=1663
+  _globals['_VERIFYOPEN']._serialized_end=757
+  _globals['_VERIFYSTEP']._serialized_start=760
+  _globals['_VERIFYSTEP']._serialized_end=1016
+  _globals['_VERIFYSTEP_NODEPROPOSALS']._serialized_start=930
+  _globals['_VERIFYSTEP_NODEPROPOSALS']._serialized_end=1016
+  _globals['_VERIFYRESPONSE']._serialized_start=1019
+  _globals['_VERIFYRESPONSE']._serialized_end=1241
+  _globals['_STEPTIME']._serialized_start=1243
+  _globals['_STEPTIME']._serialized_end=1349
+  _globals['_VERDICT']._serialized_start=1352
+  _globals['_VERDICT']._serialized_end=1587
+  _globals['_VERIFICATIONSERVICE']._serialized_start=1589
+  _globals['_VERIFICATIONSERVICE']._serialized_end=1681
 # @@protoc_insertion_point(module_scope)

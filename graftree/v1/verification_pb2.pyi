@@ -22,7 +22,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[VerifyStep, _Mapping]]] = ..., closes: _Optional[_Iterable[str]] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives", "structured_output", "mode", "log_probs_mode", "prefix_of", "traceparent", "tenant")
+    __slots__ = ("session_id", "epoch", "salt", "token_ids", "prompt_tokens", "sampling", "max_length", "max_nodes", "stop_token_ids", "min_new_tokens", "log_probs", "alternatives", "structured_output", "mode", "log_probs_mode", "prefix_of", "traceparent", "tenant", "priority")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class VerifyOpen(_message.Message):
     PREFIX_OF_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     salt: int
@@ -59,7 +60,8 @@ class VerifyOpen(_message.Message):
     prefix_of: str
     traceparent: str
     tenant: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., log_probs_mode: _Optional[_Union[_common_pb2.LogProbsMode, str]] = ..., prefix_of: _Optional[str] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_length: _Optional[int] = ..., max_nodes: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., log_probs: _Optional[bool] = ..., alternatives: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., log_probs_mode: _Optional[_Union[_common_pb2.LogProbsMode, str]] = ..., prefix_of: _Optional[str] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
     __slots__ = ("session_id", "step", "committed_length", "tree", "proposals")
