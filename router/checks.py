@@ -16,6 +16,7 @@ MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_ALTERNATIVES = 20
 MAX_SAMPLES = 16
+MAX_PRIORITY = 100  # and the least is its negative
 
 
 def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
@@ -42,6 +43,8 @@ def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
         raise InvalidArgument("n", request.n, f"1 to {MAX_SAMPLES} samples")
     if request.n > 1 and sampling.greedy:
         raise InvalidArgument("n", request.n, "1 at sampling.temperature 0: greedy samples are all the same")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidArgument("priority", request.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
     if request.HasField("structured_output"):
         grammar.check(request.structured_output)
     _check_stopping(request.stopping)

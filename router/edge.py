@@ -122,7 +122,7 @@ class Edge:
             visit.caller = Caller(traceparent=traceparent)
             return
         visit.key = key = self.keys.find(_bearer(metadata))
-        visit.caller = Caller(key.tenant, traceparent)
+        visit.caller = Caller(key.tenant, traceparent, key.max_priority)
         allowance = self._allowances.get(key.name)
         if allowance is None:
             allowance = self._allowances[key.name] = Allowance(key, self._clock)

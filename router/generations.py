@@ -81,6 +81,7 @@ class Generations:
         metrics.requests += 1
         identifier = caller.scoped(requests.request_id(message, self._identifiers))
         requests.check(message, self._config)
+        caller.check_priority(message.priority)
         known = self._running.get(identifier) or self._replays.get(identifier)
         if known is not None:
             if known.digest != requests.digest(message):

@@ -68,6 +68,7 @@ class GenerationPlan:
         structured_output: what the output must look like; None = anything.
         log_probs_mode: graftree.v1.LogProbsMode.
         samples: how many of the prompt are wanted.
+        priority: higher ones come first where not all can.
         tenant: on whose behalf; empty = there are no tenants. `request_id` begins with it.
         traceparent: of the span that what the pods do hangs below; empty = not traced.
     """
@@ -88,6 +89,7 @@ class GenerationPlan:
     structured_output: StructuredOutputParams | None = None
     log_probs_mode: LogProbsMode = LOG_PROBS_MODE_RAW
     samples: int = 1
+    priority: int = 0
     tenant: str = ""
     traceparent: str = ""
 
@@ -238,6 +240,7 @@ def plan(
         structured_output=request.structured_output if request.HasField("structured_output") else None,
         log_probs_mode=request.output.log_probs_mode or LOG_PROBS_MODE_RAW,
         samples=request.n or 1,
+        priority=request.priority,
     )
 
 

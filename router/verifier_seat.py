@@ -63,6 +63,7 @@ class VerifierSeat:
                 prefix_of=prefix_of,
                 traceparent=plan.traceparent,
                 tenant=plan.tenant,
+                priority=plan.priority,
             ),
         )
 

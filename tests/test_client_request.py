@@ -38,6 +38,7 @@ def test_every_keyword_lands_in_its_field() -> None:
             "banned_token_ids": [4],
             "allowed_token_ids": (5, 6),
             "n": 3,
+            "priority": -7,
             "max_new_tokens": 9,
             "min_new_tokens": 2,
             "stop": "end",
@@ -64,6 +65,7 @@ def test_every_keyword_lands_in_its_field() -> None:
             log_probs_mode=common_pb2.LOG_PROBS_MODE_PROCESSED,
         ),
         n=3,
+        priority=-7,
         speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_MSS, max_nodes=4, max_depth=2),
     )
     sampling = expected.sampling

@@ -280,7 +280,7 @@ class Engine:
         if self.sessions >= self._max_sessions:
             raise ResourceExhausted(f"{self.sessions} sessions open, at most {self._max_sessions}")
         session = Session.open(message, stream, self._spec, self._grammars)
-        self._reservations.take(session)
+        self._reservations.take(session, self._park)
         self._spans.opened(session, message.traceparent)
         if source := stream.sessions.get(message.prefix_of):
             session.wait_for(source)

@@ -1,9 +1,10 @@
 """`Reservations`: which KV blocks a session has, and which of them it has in common with others.
 
 By default everything a session can ever need is reserved when it opens. With less reserved more sessions fit; where
-the pool then runs short, the session that opened last is parked: it loses its blocks, and when there is room again
-its text is prefilled again, as far as the rows are not known any more. The oldest session always goes on. Full blocks
-of committed rows are shared: they are never written again, so a copy is only made of what stands in a block that is
+the pool then runs short, the session of the lowest priority, of equals the last to open, is parked: it loses its
+blocks, and when there is room again its text is prefilled again, as far as the rows are not known any more. One that
+opens parks sessions of lower priority where it does not fit beside them. The first in rank (`Session.rank`) always
+goes on, and those parked rank behind all others. Full blocks of committed rows are shared: they are never written again, so a copy is only made of what stands in a block that is
 not full (copy-on-write, where the one write that could come is known beforehand).
 """
 
@@ -11,12 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import count
+from operator import attrgetter
 from typing import Protocol
 
 from graftree.errors import ContextTooLong, ResourceExhausted
 from graftree.models.blocks import BlockPool, block_names
 from verifier_service.counters import Counters
 from verifier_service.session import Session, Share
+
+_rank = attrgetter("rank")
 
 
 class Cache(Protocol):
@@ -45,11 +50,15 @@ class Reservations:
         """
         self._pool, self._kv, self._counters, self._reuse = pool, kv, counters, reuse
         self._fingerprint, self._reserve = fingerprint, reserve
-        self._holders: dict[Session, None] = {}  # in the order in which they opened
-        self._parked: dict[Session, None] = {}  # likewise; all of them opened behind the holders
+        self._holders: dict[Session, None] = {}
+        self._parked: dict[Session, None] = {}
+        self._arrivals = count()
 
-    def take(self, session: Session) -> None:
+    def take(self, session: Session, park: Callable[[Session], None]) -> None:
         """Reserve blocks for a session that opens. What is known of its text need not be computed.
+
+        Args:
+            park: as of `fit`; for sessions of lower priority.
 
         Raises:
             ContextTooLong: it can need more than there is.
@@ -59,22 +68,33 @@ class Reservations:
         if -(-session.rows_wanted(1.0) // size) > pool.num_blocks:
             limit = f"max_length + max_nodes below the KV pool's {pool.num_blocks * size} tokens"
             raise ContextTooLong("max_length", session.max_length, limit)
-        if self._parked:
-            raise ResourceExhausted(f"{len(self._parked)} preempted sessions wait for KV blocks")
-        self._take(session)
+        before = sum(other.priority >= session.priority for other in self._parked)
+        if before:
+            raise ResourceExhausted(f"{before} preempted sessions wait for KV blocks")
+        lower = sorted((other for other in self._holders if other.priority < session.priority), key=_rank)
+        wanted = -(-session.rows_wanted(self._reserve) // size)
+        if wanted > pool.free_blocks + sum(len(other.blocks) for other in lower):
+            lower = []  # nobody is parked in vain
+        session.arrival = next(self._arrivals)
+        while True:
+            try:
+                return self._take(session)
+            except ResourceExhausted:
+                if not lower:
+                    raise
+                park(lower.pop())
 
     def fit(self, shares: Sequence[Share], park: Callable[[Session], None]) -> list[Share]:
-        """The shares that can run: the blocks their rows need are there, the youngest sessions' if need be.
+        """The shares that can run: the blocks their rows need are there, those of the last in rank if need be.
 
         Args:
             park: called with a session that must give its blocks back; it calls `park` here.
         """
-        order = {session: index for index, session in enumerate(self._holders)}
         fitting = []
-        for share in sorted(shares, key=lambda share: order[share.session]):
+        for share in sorted(shares, key=lambda share: share.session.rank):
             session = share.session
             while not session.parked and not self._grow(session, session.cached + len(share)):
-                park(next(reversed(self._holders)))
+                park(max(self._holders, key=_rank))
             if not session.parked:
                 fitting.append(share)
         return fitting
@@ -82,14 +102,14 @@ class Reservations:
     def park(self, session: Session) -> None:
         """Take a session's blocks away; what was published stays known until its place is needed."""
         self.release(session)
-        self._parked = {session: None, **self._parked}
+        self._parked[session] = None
         session.parked, session.cached, session.published = True, 0, 0
         self._counters.preemptions += 1
 
     def resume(self) -> None:
-        """Give parked sessions blocks again, the oldest first, as far as there are enough and some to spare."""
+        """Give parked sessions blocks again, the first in rank first, as far as there are enough and some to spare."""
         size = self._kv.block_size
-        for session in list(self._parked):
+        for session in sorted(self._parked, key=_rank):
             wanted = -(-session.rows_wanted(self._reserve) // size)
             if wanted + len(self._holders) > self._pool.free_blocks:  # each of the others may soon want one
                 break
@@ -113,14 +133,15 @@ class Reservations:
             # The root's own row is always computed: its logits are wanted.
             session.block_names = block_names(self._origin(session), session.token_ids[:-1], size)
             known = pool.share(session.block_names)
-            self._counters.prefix_cache_queries += len(session.token_ids) - 1
-            self._counters.prefix_cache_hits += len(known) * size
         try:
             behind = known[-1] if known else None
             session.blocks = known + pool.allocate(max(0, wanted - len(known)), behind=behind)
         except Exception:
             pool.free(known)
             raise
+        if self._reuse:
+            self._counters.prefix_cache_queries += len(session.token_ids) - 1
+            self._counters.prefix_cache_hits += len(known) * size
         session.cached, session.published = len(known) * size, len(known)
         self._holders[session] = None
 

@@ -22,6 +22,7 @@ from verifier_service.proposals import Offer, StepProposals, check_offers
 
 MAX_ALTERNATIVES = 20
 MAX_ID_LENGTH = 128
+MAX_PRIORITY = 100
 
 Answer: TypeAlias = verification_pb2.Verdict | common_pb2.SessionFailure
 
@@ -89,6 +90,8 @@ class Session:
     step: Step | None = None
     source: Session | None = None  # whose first `shared` rows this session waits for
     shared: int = 0
+    priority: int = 0
+    arrival: int = 0  # counts the sessions that were given KV blocks
     parked: bool = False  # it was preempted: it has no blocks until there is room again
 
     @classmethod
@@ -120,6 +123,7 @@ class Session:
             index = next(index for index, token in enumerate(tokens) if token >= vocab_size)
             raise InvalidArgument(f"token_ids[{index}]", tokens[index], f"token < {vocab_size}")
         prompt = message.prompt_tokens
+        _check("priority", message.priority, abs(message.priority) <= MAX_PRIORITY, "-100 to 100")
         _check("prompt_tokens", prompt, prompt <= len(tokens), f"at most the {len(tokens)} token_ids")
         _check("max_nodes", message.max_nodes, message.max_nodes <= MAX_TREE_NODES, f"at most {MAX_TREE_NODES}")
         _check("alternatives", message.alternatives, message.alternatives <= MAX_ALTERNATIVES, "at most 20")
@@ -162,8 +166,14 @@ class Session:
             log_probs=message.log_probs,
             alternatives=message.alternatives,
             tenant=message.tenant,
+            priority=message.priority,
             processed_log_probs=mode == common_pb2.LOG_PROBS_MODE_PROCESSED,
         )
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first where KV is short: the lowest, so the highest priority, of equals the one there longest."""
+        return -self.priority, self.arrival
 
     def rows_wanted(self, reserve: float) -> int:
         """Cache rows for text, tree and this share of what may still be generated; at 1 all it can ever need."""

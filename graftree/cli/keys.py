@@ -24,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     new.add_argument("--requests-per-second", type=float, default=0.0, metavar="N", help="0 = any number (default)")
     new.add_argument("--concurrent", type=int, default=0, metavar="N", help="requests at once; 0 = any (default)")
     new.add_argument("--tokens-per-minute", type=float, default=0.0, metavar="N", help="0 = any number (default)")
+    new.add_argument("--max-priority", type=int, default=0, metavar="N", help="of its requests (default: 0)")
     new.add_argument("--admin", action="store_true", help="may see the pods and their addresses")
     new.set_defaults(run=run)
 
@@ -47,6 +48,7 @@ def run(chosen: argparse.Namespace) -> int:
             requests_per_second=chosen.requests_per_second,
             concurrent=chosen.concurrent,
             tokens_per_minute=chosen.tokens_per_minute,
+            max_priority=chosen.max_priority,
             admin=chosen.admin,
         )
     except ValidationError as error:

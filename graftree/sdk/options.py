@@ -92,6 +92,7 @@ class GenerateOptions(TypedDict, total=False):
     echo_prompt_token_ids: bool
     speculation: SpeculationOptions | bool | None
     structured_output: StructuredOutput | None
+    priority: int | None
     timeout: float | None
 
 
@@ -127,6 +128,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
     request = generation_pb2.GenerateRequest()
     _set(request, "request_id", given.get("request_id"))
     _set(request, "n", given.get("n"))
+    _set(request, "priority", given.get("priority"))
     _set_input(request, prompt, given)
     for message, name in [
         *((request.sampling, name) for name in _SAMPLING),
@@ -270,6 +272,7 @@ def _shown(value: Any) -> object:
 
 _KINDS = {
     "TYPE_UINT32": "an integer from 0 to 4294967295",
+    "TYPE_SINT32": "an integer from -2147483648 to 2147483647",
     "TYPE_UINT64": "an integer from 0 to 18446744073709551615",
     "TYPE_FLOAT": "a number",
     "TYPE_BOOL": "True or False",

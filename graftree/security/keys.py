@@ -37,6 +37,7 @@ class ApiKey(BaseModel):
         requests_per_second: on average; up to `burst` at once (0 = as many as come in a second, at least 1).
         concurrent: requests at once.
         tokens_per_minute: prompt and output tokens on average; a minute's worth at once.
+        max_priority: highest priority that its requests may have; unlike the others, unset = 0, the ordinary one.
         admin: may see the pods and their addresses (GetModelInfo).
         expires: from then on it opens nothing.
     """
@@ -50,6 +51,7 @@ class ApiKey(BaseModel):
     burst: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     concurrent: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     tokens_per_minute: Limit = 0.0
+    max_priority: Annotated[int, Field(ge=-100, le=100)] = 0
     admin: bool = False
     expires: AwareDatetime | None = None
 
