@@ -4,8 +4,10 @@ By default everything a session can ever need is reserved when it opens. With le
 the pool then runs short, the session of the lowest priority, of equals the last to open, is parked: it loses its
 blocks, and when there is room again its text is prefilled again, as far as the rows are not known any more. One that
 opens parks sessions of lower priority where it does not fit beside them. The first in rank (`Session.rank`) always
-goes on, and those parked rank behind all others. Full blocks of committed rows are shared: they are never written again, so a copy is only made of what stands in a block that is
-not full (copy-on-write, where the one write that could come is known beforehand).
+goes on, and those parked rank behind all others.
+
+Full blocks of committed rows are shared: they are never written again, so a copy is only made of what stands in a
+block that is not full (copy-on-write, where the one write that could come is known beforehand).
 """
 
 from __future__ import annotations
@@ -78,11 +80,12 @@ class Reservations:
         session.arrival = next(self._arrivals)
         while True:
             try:
-                return self._take(session)
+                self._take(session)
+                return
             except ResourceExhausted:
                 if not lower:
                     raise
-                park(lower.pop())
+            park(lower.pop())
 
     def fit(self, shares: Sequence[Share], park: Callable[[Session], None]) -> list[Share]:
         """The shares that can run: the blocks their rows need are there, those of the last in rank if need be.
