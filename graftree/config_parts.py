@@ -59,6 +59,37 @@ class SecuredConfig(Config):
     )
 
 
+class KvStoreConfig(Config):
+    """The Redis in which verifiers share KV blocks."""
+
+    kv_redis: str = Field("", description="URL of the KV Redis, where verifiers share KV blocks; empty = none")
+    kv_redis_username: str = Field(
+        "", description="ACL user of the KV Redis, with kv_redis_password_file; empty = the default one"
+    )
+    kv_redis_password_file: str = Field(
+        "", description="file with the password of the KV Redis, read at each connection; empty = the URL's, or none"
+    )
+    kv_packing: Literal["none", "int8"] = Field(
+        "none",
+        description="how blocks are stored there: none = bit by bit, int8 = in a quarter to a half of the size, each "
+        "element off by at most 1/254 of its head's largest; blocks of one packing are not seen by the other",
+    )
+    kv_ttl_seconds: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="how long a block is kept there after it was last used"
+    )
+    kv_queue_blocks: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        4096, description="most blocks that wait to be written there; further ones are not written"
+    )
+    kv_wait_seconds: Annotated[float, Field(gt=0, le=60)] = Field(
+        2.0, description="longest wait of a session for blocks from there; what has not come by then is computed"
+    )
+    kv_load_tokens: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="load blocks from there where they save the computing of so many tokens; 0 = where loading is "
+        "quicker by what both take, and never wait longer than computing takes",
+    )
+
+
 class EdgeConfig(Config):
     """The router's two sides: its clients, and the pods behind it."""
 

@@ -47,13 +47,15 @@ class Pod(ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.address = ""
-        self.redis = connect(config.redis, credentials=_redis_credentials(config))
+        credentials = RedisCredentials.given(config.redis_username, config.redis_password_file, keys="redis")
+        self.redis = connect(config.redis, credentials=credentials)
         self.registry = Registry(self.redis, lease_seconds=config.lease_seconds)
         self.tls: ServerTls | None = None
         self.tracer = NO_TRACER
         self._server: grpc.aio.Server | None = None
         self._health_server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
+        self._health_changes: list[asyncio.Task[None]] = []
         self._names: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: MetricsEndpoint | None = None
@@ -193,6 +195,13 @@ class Pod(ABC, Generic[C]):
         for name in (READINESS, *self._names):
             await self._health.set(name, serving.SERVING if ready else serving.NOT_SERVING)
 
+    def set_health(self, name: str, serving: bool) -> None:
+        """Publish something else than readiness on the health service."""
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        word = status.SERVING if serving else status.NOT_SERVING
+        self._health_changes = [task for task in self._health_changes if not task.done()]
+        self._health_changes.append(asyncio.create_task(self._health.set(name, word)))
+
     async def _keep_lease(self, registered: asyncio.Event) -> None:
         """Register, then renew three times per lease. Redis being away is no reason to stop serving."""
         registered_once = False
@@ -253,14 +262,6 @@ class Pod(ABC, Generic[C]):
         if self.tracer is not NO_TRACER:
             spans, self.tracer = self.tracer, NO_TRACER
             await asyncio.to_thread(spans.close)
-
-
-def _redis_credentials(config: PodConfig) -> RedisCredentials | None:
-    if not config.redis_password_file:
-        if config.redis_username:
-            raise ConfigError("redis_password_file", "", "set together with redis_username")
-        return None
-    return RedisCredentials(config.redis_username, config.redis_password_file)
 
 
 def _reachable(host: str) -> str:

@@ -23,6 +23,7 @@ class Counters:
         forward_ns: nanoseconds in them.
         rows: rows in them.
         prefill_rows: of these, rows of committed tokens before the root.
+        loaded_rows: rows that were loaded from the KV Redis instead of being computed.
         shared_rows: rows that were taken from an open sibling instead of being computed.
         prefix_cache_queries, prefix_cache_hits: tokens before the root that sessions opened with, and of these
             those whose rows were in the pool already.
@@ -45,6 +46,7 @@ class Counters:
     forward_ns: int = 0
     rows: int = 0
     prefill_rows: int = 0
+    loaded_rows: int = 0
     shared_rows: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

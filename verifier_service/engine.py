@@ -26,6 +26,7 @@ from graftree.errors import (
 )
 from graftree.grammar import Grammars
 from graftree.models.blocks import BlockPool
+from graftree.models.paged import PagedKV
 from graftree.models.runner import Rows
 from graftree.models.spec import ModelSpec
 from graftree.observe.tracing import NO_TRACER, Tracer
@@ -35,6 +36,7 @@ from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.conclusion import conclude
 from verifier_service.counters import Counters
+from verifier_service.kv_exchange import Exchange, Remote
 from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
@@ -76,6 +78,7 @@ class Engine:
         kv_reserve: float = 1.0,
         grammars: Grammars | None = None,
         step_times: StepTimes | None = None,
+        remote: Remote | None = None,
         tracer: Tracer = NO_TRACER,
         clock: Clock = time.monotonic_ns,
     ) -> None:
@@ -88,6 +91,7 @@ class Engine:
             kv_reserve: share of what a session may still generate that KV blocks are reserved for when it opens.
             grammars: for structured output; None = the model's own vocabulary, loaded on first use.
             step_times: follows what forwards take; None = nothing was measured.
+            remote: where KV blocks of closed sessions and other verifiers are; None = nowhere.
             tracer: of sessions and steps.
             clock: monotonic nanoseconds.
         """
@@ -107,6 +111,7 @@ class Engine:
             reserve=kv_reserve,
             counters=self.counters,
         )
+        self.exchange = None if remote is None else self._exchange(remote)
         self._spans = Spans(tracer)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
@@ -179,7 +184,8 @@ class Engine:
         Returns:
             Whether there was anything to run.
         """
-        self._reservations.resume()
+        for session in self._reservations.resume():
+            self._seek(session)
         for session in list(self._joining):
             if session.can_join:
                 self._join(session)
@@ -207,7 +213,7 @@ class Engine:
             self.counters.rows += len(share)
             self.counters.prefill_rows += share.chain - (share.step is not None)
             if share.step is None:
-                self._reservations.publish(session)
+                self._publish(session)
                 continue
             try:
                 verdict = self._conclude(share, share.step, logits, started, forwarded)
@@ -217,7 +223,7 @@ class Engine:
                     error = GraftreeError(f"acceptance failed: {type(error).__name__}")
                 self._fail(session, error)
             else:
-                self._reservations.publish(session)
+                self._publish(session)
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
                 self._awaited.add(session)
@@ -285,10 +291,26 @@ class Engine:
         if source := stream.sessions.get(message.prefix_of):
             session.wait_for(source)
             self._joining[session] = None
+        else:
+            self._seek(session)
         stream.sessions[session.session_id] = session
         self._scheduler.add(session)
         self.sessions += 1
         self.counters.sessions_opened += 1
+
+    def _exchange(self, remote: Remote) -> Exchange:
+        kv = self._runner.kv
+        assert isinstance(kv, PagedKV), "there is nothing to exchange"
+        return Exchange(remote, kv, self._runner.pool, self._reservations, self.counters)
+
+    def _seek(self, session: Session) -> None:
+        if self.exchange is not None:
+            self.exchange.seek(session)
+
+    def _publish(self, session: Session) -> None:
+        self._reservations.publish(session)
+        if self.exchange is not None:
+            self.exchange.offer(session)
 
     def _join(self, session: Session) -> None:
         """Take what there is of the rows that `session` waits for; from here on it is one like any other."""
@@ -344,5 +366,6 @@ class Engine:
         self._awaited.discard(session)
         self._leave_siblings(session)
         self._reservations.release(session)
+        session.load = None
         self._spans.closed(session)
         self.sessions -= 1

@@ -18,9 +18,12 @@ from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
+from verifier_service import kv_exports, kv_setup
 from verifier_service.counters import Counters
 from verifier_service.engine import Engine, Runner
 from verifier_service.exports import EXPORTS
+from verifier_service.kv_cache import KvCache
+from verifier_service.kv_exchange import Exchange
 from verifier_service.model import identity, load_runner, step_time
 from verifier_service.scheduler import Scheduler
 from verifier_service.service import REVISION, VerificationServicer
@@ -29,6 +32,7 @@ from verifier_service.worker import Worker
 
 log = structlog.get_logger(__name__)
 
+KV_REDIS = "kv_redis"  # what the health service calls it
 SERVICE = verification_pb2.DESCRIPTOR.services_by_name["VerificationService"].full_name
 
 
@@ -40,6 +44,7 @@ class VerifierPod(Pod[VerifierConfig]):
     _engine: Engine
     _llm_identity = ""
     _worker: Worker | None = None
+    _kv_cache: KvCache | None = None
     _servicer: VerificationServicer
 
     async def load(self) -> None:
@@ -48,6 +53,7 @@ class VerifierPod(Pod[VerifierConfig]):
         Raises:
             InvalidArgument, Incompatible: the model or a key does not fit.
         """
+        kv_setup.check(self.config)
         loop = asyncio.get_running_loop()
         self._loop, self._idle = loop, asyncio.Event()
         grammars = Grammars(partial(Tokenizer.load, self.config.model))
@@ -57,11 +63,13 @@ class VerifierPod(Pod[VerifierConfig]):
         spec = self._runner.spec
         self._llm_identity = await asyncio.to_thread(identity, self.config)
         self._step_times = StepTimes(await asyncio.to_thread(step_time, self._runner, self.config))
+        self._kv_cache = kv_setup.kv_cache(self.config, self._runner, self._step_times, self._kv_redis_changed)
         self._engine = Engine(
             self._runner,
             prefix_cache=self.config.prefix_cache,
             kv_reserve=self.config.kv_reserve,
             step_times=self._step_times,
+            remote=self._kv_cache,
             tracer=self.tracer,
             max_sessions=self.config.max_sessions,
             step_tokens=self.config.step_tokens,
@@ -82,6 +90,9 @@ class VerifierPod(Pod[VerifierConfig]):
         )
         self._servicer = VerificationServicer(hello, self._engine, self._worker, grammars)
         self._worker.start()
+        if self._kv_cache is not None:
+            self._kv_redis_changed(True)
+            await self._kv_cache.start(partial(_exchange, self._worker))
         log.info("model loaded", model=spec.name, kv_blocks=self._runner.pool.num_blocks)
 
     def services(self) -> list[tuple[str, Adder]]:
@@ -125,7 +136,12 @@ class VerifierPod(Pod[VerifierConfig]):
         return self._runner
 
     def exports(self) -> list[Export[Any]]:
-        return [*super().exports(), *EXPORTS]
+        return [*super().exports(), *EXPORTS, *kv_exports.EXPORTS]
+
+    @property
+    def kv_cache(self) -> KvCache | None:
+        """The way to the KV Redis; to be read only."""
+        return self._kv_cache
 
     async def drain(self) -> None:
         """Take no new sessions, wait until the open ones have ended."""
@@ -138,6 +154,8 @@ class VerifierPod(Pod[VerifierConfig]):
 
     async def close(self) -> None:
         """End the engine's thread after the forward under way."""
+        if self._kv_cache is not None:
+            await self._kv_cache.close()
         if self._worker is not None:
             worker, self._worker = self._worker, None
             self._servicer.close()
@@ -153,9 +171,22 @@ class VerifierPod(Pod[VerifierConfig]):
         if not self._engine.sessions:
             self._idle.set()
 
+    def _kv_redis_changed(self, up: bool) -> None:
+        self.set_health(KV_REDIS, up)
+
     def _die(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(GraftreeError(f"the engine thread died: {type(error).__name__}: {error}"))
+
+
+def _exchange(worker: Worker, command: Callable[[Exchange], None]) -> None:
+    """Have a function called between two forwards."""
+
+    def run(engine: Engine) -> None:
+        assert engine.exchange is not None, "there is a KV Redis"
+        command(engine.exchange)
+
+    worker.submit(run)
 
 
 def _prepare(grammars: Grammars) -> None:

@@ -13,7 +13,7 @@ block that is not full (copy-on-write, where the one write that could come is kn
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Protocol
@@ -106,12 +106,21 @@ class Reservations:
         """Take a session's blocks away; what was published stays known until its place is needed."""
         self.release(session)
         self._parked[session] = None
-        session.parked, session.cached, session.published = True, 0, 0
+        session.parked, session.cached, session.published, session.load = True, 0, 0, None
         self._counters.preemptions += 1
 
-    def resume(self) -> None:
-        """Give parked sessions blocks again, the first in rank first, as far as there are enough and some to spare."""
-        size = self._kv.block_size
+    @property
+    def holders(self) -> Iterable[Session]:
+        """Sessions that have blocks."""
+        return self._holders
+
+    def resume(self) -> list[Session]:
+        """Give parked sessions blocks again, the first in rank first, as far as there are enough and some to spare.
+
+        Returns:
+            Those that got some.
+        """
+        size, resumed = self._kv.block_size, list[Session]()
         for session in sorted(self._parked, key=_rank):
             wanted = -(-session.rows_wanted(self._reserve) // size)
             if wanted + len(self._holders) > self._pool.free_blocks:  # each of the others may soon want one
@@ -119,6 +128,8 @@ class Reservations:
             del self._parked[session]
             session.parked = False
             self._take(session)
+            resumed.append(session)
+        return resumed
 
     def _grow(self, session: Session, rows: int) -> bool:
         missing = -(-rows // self._kv.block_size) - len(session.blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from graftree.acceptance import ROOT, Acceptance, Rule
 from graftree.codec import tree_from_proto
@@ -19,6 +19,9 @@ from graftree.tree import MAX_TREE_NODES, TokenTree, node_id, root_id
 from graftree.v1 import common_pb2, verification_pb2
 from kernels import chain_masks
 from verifier_service.proposals import Offer, StepProposals, check_offers
+
+if TYPE_CHECKING:
+    from verifier_service.kv_exchange import Load
 
 MAX_ALTERNATIVES = 20
 MAX_ID_LENGTH = 128
@@ -90,6 +93,8 @@ class Session:
     step: Step | None = None
     source: Session | None = None  # whose first `shared` rows this session waits for
     shared: int = 0
+    load: Load | None = None  # what it waits for from the KV Redis
+    offered: int = 0  # full blocks that the KV Redis was told of
     priority: int = 0
     arrival: int = 0  # counts the sessions that were given KV blocks
     parked: bool = False  # it was preempted: it has no blocks until there is room again
@@ -215,7 +220,7 @@ class Session:
         All of it with the waiting step's tree if that fits, else a prefill chunk. None: nothing to do, or not
         enough rows to begin.
         """
-        if self.source is not None or self.parked:
+        if self.waits:
             return None
         missing = len(self.token_ids) - self.cached
         if self.step is not None and missing + len(self.step.tree) <= budget:
@@ -240,10 +245,14 @@ class Session:
         return self.cached == len(self.token_ids) - 1
 
     @property
+    def waits(self) -> bool:
+        """Whether nothing may be run for it now: its rows are about to come from elsewhere, or it has no blocks."""
+        return self.source is not None or self.load is not None or self.parked
+
+    @property
     def has_work(self) -> bool:
         """Whether there is anything to run: a step, or committed tokens before the root that are not cached."""
-        waits = self.source is not None or self.parked
-        return not waits and (self.step is not None or not self.prefilled)
+        return not self.waits and (self.step is not None or not self.prefilled)
 
     def commit(self, acceptance: Acceptance) -> None:
         """Append a step's tokens; the last one is the new root."""

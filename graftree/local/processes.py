@@ -77,8 +77,8 @@ class ProcessPod(LocalPod):
         command = [sys.executable, "-m", "graftree.local.child", str(os.getpid()), MODULES[self.tier]]
         environ = child_environ(self._environ)
         for name, value in self.values.items():
-            if name == "redis":  # may hold a password, and everybody can read a command line
-                environ["GRAFTREE_REDIS"] = str(value)
+            if name in ("redis", "kv_redis"):  # may hold a password, and everybody can read a command line
+                environ[f"GRAFTREE_{name.upper()}"] = str(value)
             else:
                 command += [f"--{name.replace('_', '-')}", str(value)]
 

@@ -37,18 +37,35 @@ class RedisCredentials(CredentialProvider):
     Args:
         username: of an ACL user; empty = the default one.
         password_file: where the password is.
+        key: the configuration key that `password_file` came from.
 
     Raises:
-        ConfigError: names redis_password_file.
+        ConfigError: names `key`.
     """
 
-    def __init__(self, username: str, password_file: str) -> None:
-        self._username, self._path = username, password_file
+    def __init__(self, username: str, password_file: str, key: str = "redis_password_file") -> None:
+        self._username, self._path, self._key = username, password_file, key
         self.get_credentials()
+
+    @classmethod
+    def given(cls, username: str, password_file: str, *, keys: str) -> RedisCredentials | None:
+        """Those of a configuration, None where it names none.
+
+        Args:
+            keys: what the two configuration keys begin with: <keys>_username, <keys>_password_file.
+
+        Raises:
+            ConfigError: a user without a password, or a file that holds none.
+        """
+        if password_file:
+            return cls(username, password_file, f"{keys}_password_file")
+        if username:
+            raise ConfigError(f"{keys}_password_file", "", f"set together with {keys}_username")
+        return None
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """As redis-py wants them: (user, password), or (password,) for the default user."""
-        password = read_secret("redis_password_file", self._path)
+        password = read_secret(self._key, self._path)
         return (self._username, password) if self._username else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
