@@ -4,11 +4,13 @@ implementation    where                what
 reference         kernels/reference    the formula in float64, loop by loop
 cpu               kernels/cpu          torch operators, padded groups; right on any device
 invariant         kernels/invariant    torch operators in one order of summation; right on any device
-auto              here                 the fastest for the query's device
+triton            kernels/triton_*     one launch for the whole step, on a GPU (or in Triton's interpreter)
+auto              here                 triton on a GPU where it can, cpu otherwise
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kernels.layout import TreeLayout, chain_masks
@@ -16,7 +18,7 @@ from kernels.layout import TreeLayout, chain_masks
 if TYPE_CHECKING:
     from torch import Tensor
 
-IMPLEMENTATIONS = ("auto", "reference", "cpu", "invariant")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "invariant", "triton")
 
 __all__ = ["IMPLEMENTATIONS", "TreeLayout", "chain_masks", "tree_attention"]
 
@@ -54,13 +56,16 @@ def tree_attention(
         (N, H, D), the query's dtype.
 
     Raises:
-        ValueError: an unknown implementation.
+        ValueError: an unknown implementation, or what "triton" cannot run: head dims above 256, other dtypes than
+            float16, bfloat16 and float32, query heads that are no multiple of the key/value heads.
     """
-    # torch is imported here so that a tier without a model can import the layout alone.
+    # torch and triton are imported here so that a tier without a model can import the layout alone.
     if implementation == "reference":
         from kernels.reference import tree_attention as run
     elif implementation == "invariant":
         from kernels.invariant import tree_attention as run
+    elif implementation == "triton" or (implementation == "auto" and _triton_can(query, key_cache)):
+        from kernels.triton_attention import tree_attention as run
     elif implementation in ("auto", "cpu"):
         from kernels.cpu import tree_attention as run
     else:
@@ -76,3 +81,11 @@ def tree_attention(
         sliding_window=sliding_window,
         softcap=softcap,
     )
+
+
+def _triton_can(query: Tensor, key_cache: Tensor) -> bool:
+    if not query.is_cuda or find_spec("triton") is None:
+        return False
+    from kernels.triton_attention import refusal
+
+    return refusal(query, key_cache) is None
