@@ -95,6 +95,7 @@ class Exchange:
                 begun = time.monotonic()
                 return
             first = session.cached // size
+            assert first + count <= len(session.block_names), "no more than was wanted"
             self._kv.write_blocks(session.blocks[first : first + count], data)
             session.cached += count * size
             self._counters.loaded_rows += count * size
