@@ -4,6 +4,7 @@ implementation    where                what
 reference         kernels/reference    the formula in float64, loop by loop
 cpu               kernels/cpu          torch operators, padded groups; right on any device
 invariant         kernels/invariant    torch operators in one order of summation; right on any device
+static            kernels/static       torch operators over tensors of fixed shape; right on any device
 triton            kernels/triton_*     one launch for the whole step, on a GPU (or in Triton's interpreter)
 auto              here                 triton on a GPU where it can, cpu otherwise
 """
@@ -18,7 +19,7 @@ from kernels.layout import TreeLayout, chain_masks
 if TYPE_CHECKING:
     from torch import Tensor
 
-IMPLEMENTATIONS = ("auto", "reference", "cpu", "invariant", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "invariant", "static", "triton")
 
 __all__ = ["IMPLEMENTATIONS", "TreeLayout", "chain_masks", "tree_attention"]
 
@@ -64,6 +65,8 @@ def tree_attention(
         from kernels.reference import tree_attention as run
     elif implementation == "invariant":
         from kernels.invariant import tree_attention as run
+    elif implementation == "static":
+        from kernels.static import tree_attention as run
     elif implementation == "triton" or (implementation == "auto" and _triton_can(query, key_cache)):
         from kernels.triton_attention import tree_attention as run
     elif implementation in ("auto", "cpu"):
