@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.replay import Setting, Walk
+if TYPE_CHECKING:  # a table alone needs none of what is replayed
+    from bench.replay import Setting, Walk
 
 ALL = "all"
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,7 +37,9 @@ from graftree.sampling_params import BAN as BAN
 from graftree.sampling_params import GREEDY as GREEDY
 from graftree.sampling_params import MAX_BIASES as MAX_BIASES
 from graftree.sampling_params import SamplingParams as SamplingParams
-from graftree.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from graftree.v1 import common_pb2
 
 Floats = NDArray[np.float64]
 
@@ -146,6 +148,8 @@ class TokenLogProb:
     alternatives: tuple[tuple[int, float], ...] = ()
 
     def to_proto(self) -> common_pb2.TokenLogProb:
+        from graftree.v1 import common_pb2  # sampling itself runs where protobuf is not installed
+
         return common_pb2.TokenLogProb(
             token_id=self.token_id,
             log_prob=self.log_prob,

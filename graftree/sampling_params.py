@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graftree.errors import InvalidArgument
-from graftree.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from graftree.v1 import common_pb2
 
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 BAN = -100.0
@@ -85,6 +87,8 @@ class SamplingParams:
 
     def to_proto(self) -> common_pb2.SamplingParams:
         """The same parameters with every field set (floats become 32-bit there)."""
+        from graftree.v1 import common_pb2
+
         return common_pb2.SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
