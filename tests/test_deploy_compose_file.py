@@ -91,6 +91,14 @@ def test_redis_keeps_and_forgets() -> None:
     assert "volumes" not in SERVICES["redis-kv"]
 
 
+def test_verifiers_share_kv() -> None:
+    """The KV Redis is the verifiers' alone, and they start without it."""
+    told = {tier for tier in CONFIGS if "GRAFTREE_KV_REDIS" in SERVICES[tier]["environment"]}
+    assert told == {"verifier"}
+    assert SERVICES["verifier"]["environment"]["GRAFTREE_KV_REDIS"] == "redis://redis-kv:6379/0"
+    assert SERVICES["verifier"]["depends_on"]["redis-kv"] == {"condition": "service_started"}
+
+
 def test_only_the_edge_reaches_the_outside() -> None:
     """Redis, verifiers and speculators are on an internal network alone; models are written by one service."""
     assert COMPOSE["networks"]["tiers"] == {"internal": True}

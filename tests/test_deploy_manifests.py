@@ -6,12 +6,13 @@ import json
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from graftree.config import load
+from graftree.config import VerifierConfig, load
 from graftree.pod import READINESS
 from tests.deploy_manifests import (
     COMPONENT,
@@ -82,9 +83,25 @@ def test_tiers_start_with_their_environment(name: str) -> None:
         assert config.health_listen == f"0.0.0.0:{ports['health']}"
 
 
+@every_overlay
+def test_verifiers_share_kv(name: str) -> None:
+    """Verifiers, and they alone, are told of the KV Redis, which is not the state's; they may go without."""
+    resources = overlay(name)
+    for tier, workload in tiers(resources).items():
+        (container,) = workload.spec["containers"]
+        entries = {entry["name"]: entry for entry in container["env"]}
+        assert ("GRAFTREE_KV_REDIS" in entries) == (tier == "verifier")
+    verifier = tiers(resources)["verifier"]
+    config = load(CONFIGS["verifier"], [], environment(verifier, resources, example_secret()))
+    assert isinstance(config, VerifierConfig)
+    assert (urlsplit(config.redis).hostname, urlsplit(config.kv_redis).hostname) == ("redis-state", "redis-kv")
+    entry = {e["name"]: e for e in verifier.spec["containers"][0]["env"]}["GRAFTREE_KV_REDIS"]
+    assert entry["valueFrom"]["secretKeyRef"]["optional"] is True
+
+
 def test_the_secret_holds_nothing_but_configuration() -> None:
-    """Its keys are a key of the configuration and the password of the Redis in the cluster, and no value is real."""
-    assert set(example_secret()) == {"GRAFTREE_REDIS", "REDIS_PASSWORD"}
+    """Its keys are keys of the configuration and the password of the Redis in the cluster, and no value is real."""
+    assert set(example_secret()) == {"GRAFTREE_REDIS", "GRAFTREE_KV_REDIS", "REDIS_PASSWORD"}
     assert all("CHANGE-ME" in value for value in example_secret().values())
     assert [r["kind"] for name in OVERLAYS for r in of_kind(overlay(name), "Secret")] == []
 

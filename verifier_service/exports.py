@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graftree.observe.exports import Export, counters_of
+from verifier_service import kv_exports
 from verifier_service.counters import Counters
 
 if TYPE_CHECKING:
@@ -81,4 +82,5 @@ EXPORTS: list[Export[VerifierPod]] = [
         "Of these, the ones that got no row in it.",
         lambda pod: pod.scheduler.left_out,
     ),
+    *kv_exports.EXPORTS,
 ]

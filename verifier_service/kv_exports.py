@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from graftree.observe.exports import Export
-from verifier_service.kv_cache import KvCache
 
 if TYPE_CHECKING:
+    from verifier_service.kv_cache import KvCache
     from verifier_service.pod import VerifierPod
 
 Value = float | Mapping[tuple[str, ...], float] | None

@@ -18,7 +18,7 @@ from graftree.pod import Adder, Pod
 from graftree.store.registry import PodRecord
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2, verification_pb2_grpc
-from verifier_service import kv_exports, kv_setup
+from verifier_service import kv_setup
 from verifier_service.counters import Counters
 from verifier_service.engine import Engine, Runner
 from verifier_service.exports import EXPORTS
@@ -136,7 +136,7 @@ class VerifierPod(Pod[VerifierConfig]):
         return self._runner
 
     def exports(self) -> list[Export[Any]]:
-        return [*super().exports(), *EXPORTS, *kv_exports.EXPORTS]
+        return [*super().exports(), *EXPORTS]
 
     @property
     def kv_cache(self) -> KvCache | None:
