@@ -95,12 +95,12 @@ async def one_round(row: Row, text: Sequence[int], plain: Side, stored: Sequence
     for side in stored:
         cache, packing = side.cache, str(side.packing)
         assert cache is not None
-        cache.choice = side.choices[NEVER]
+        cache.loader.choice = side.choices[NEVER]
         written = await side.turn(text, 1, written=blocks)
         if side.packing is Packing.NONE:
             row.saw(WRITING, written.seconds)
         row.pays.setdefault(packing, []).append(side.choices[MEASURED].pays(0, blocks, row.length))
-        cache.choice = side.choices[ALWAYS]
+        cache.loader.choice = side.choices[ALWAYS]
         before = cache.counters.blocks_loaded
         loaded = await side.turn(text, tokens)
         if cache.counters.blocks_loaded - before != blocks:

@@ -76,7 +76,7 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
 def test_a_given_length_decides_alone() -> None:
     """kv_load_tokens: whatever saves so many rows, however long it takes."""
     chosen, _ = choice(latency=10.0, from_tokens=48)
-    assert [chosen.pays(0, blocks, 200) for blocks in (0, 1, 2, 3, 9)] == [False, False, False, True, True]
+    assert [chosen.wants(0, blocks, 200) for blocks in (0, 1, 2, 3, 9)] == [False, False, False, True, True]
 
 
 def test_what_is_not_known_is_tried() -> None:
@@ -89,18 +89,21 @@ def test_what_is_not_known_is_tried() -> None:
 
 
 def test_a_slow_time_does_not_last_for_ever() -> None:
-    """Loads that became dear stop; half a minute later one is tried again, and what it shows decides."""
+    """Loads that became dear stop; half a minute later one is tried again, one only, and what it shows decides."""
     chosen, clock = choice()
     for _ in range(20):
         chosen.times.loaded(1, 0.5)
-    assert not chosen.pays(0, 8, 129)
+    assert not chosen.wants(0, 8, 129)
     clock.now += 31
-    assert chosen.pays(0, 8, 129)
-    chosen.times.gave_up()  # it was late
-    assert not chosen.pays(0, 8, 129)
+    assert not chosen.wants(0, 0, 17)
+    assert chosen.wants(0, 8, 129)
+    assert not chosen.wants(0, 8, 129)
     clock.now += 31
+    assert chosen.wants(0, 8, 129)
     for _ in range(40):
         chosen.times.loaded(1, 0.002)
-    assert chosen.pays(0, 8, 129)
+    assert chosen.wants(0, 8, 129)
     chosen.times.placed(1, 0.5)  # the pool is slow to take them
-    assert not chosen.pays(0, 8, 129)
+    assert not chosen.wants(0, 8, 129)
+    clock.now += 31
+    assert not choice(from_tokens=1000)[0].wants(0, 8, 129)

@@ -23,12 +23,13 @@ import structlog
 from torch import Tensor
 
 from graftree.errors import GraftreeError
-from graftree.models.kv_codec import NAME_BYTES, BlockFormat, Refusal
+from graftree.models.kv_codec import NAME_BYTES, BlockFormat
 from graftree.store.kv_blocks import BlockStore
 from verifier_service.kv_choice import Choice
 from verifier_service.kv_counters import KvCounters, Outcome
 from verifier_service.kv_exchange import Exchange, Load
 from verifier_service.kv_link import Link
+from verifier_service.kv_loader import Loader
 from verifier_service.kv_writer import Writer
 
 log = structlog.get_logger(__name__)
@@ -36,9 +37,6 @@ log = structlog.get_logger(__name__)
 Submit = Callable[[Callable[[Exchange], None]], None]
 
 _BATCH_BYTES = 8 << 20  # in one round trip
-_LOADS = 4  # at once
-_AHEAD = 16  # batches of one load that the engine has not taken yet
-_SILENCE_SECONDS = 0.1  # who has not answered a lookup by then, and time is up, is away
 _MEASURE_SECONDS, _PROBE_BLOCKS, _PROBES = 2.0, 4, 3
 _KEEP_SECONDS = 60.0  # longest that a block is taken to be there without asking
 
@@ -68,10 +66,9 @@ class KvCache:
             rng: jitter of the pauses between tries.
         """
         self.counters = KvCounters()
-        self.choice = choice
         self._store, self._format, self._changed = store, block_format, changed
         self._loop = loop = asyncio.get_running_loop()
-        self._batch = max(1, _BATCH_BYTES // block_format.value_bytes)
+        batch = max(1, _BATCH_BYTES // block_format.value_bytes)
         self.link = Link(store.ping, self._link_changed, clock=loop.time, rng=rng or random.Random())
         self.writer = Writer(
             store,
@@ -81,12 +78,14 @@ class KvCache:
             self._supply,
             self._offer_all,
             queue_blocks=queue_blocks,
-            batch_blocks=self._batch,
+            batch_blocks=batch,
             keep_seconds=min(ttl_seconds / 8, _KEEP_SECONDS),
             clock=loop.time,
         )
         self._submit: Submit = lambda command: None
-        self._gate = asyncio.Semaphore(_LOADS)
+        self.loader = Loader(
+            store, block_format, choice, self.link, self.counters, self._put, self._refused, batch_blocks=batch
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, submit: Submit) -> None:
@@ -108,13 +107,18 @@ class KvCache:
         with contextlib.suppress(GraftreeError, OSError):
             await self._store.close()
 
+    @property
+    def choice(self) -> Choice:
+        """Load or prefill; to be read only."""
+        return self.loader.choice
+
     # On the engine's thread.
 
     def wants(self, first: int, blocks: int, length: int) -> bool:
         """See `verifier_service.kv_exchange.Remote`."""
         if not self.link.up:
             self.counters.loads[Outcome.AWAY] += 1
-        elif not self.choice.pays(first, blocks, length):
+        elif not self.loader.choice.wants(first, blocks, length):
             self.counters.loads[Outcome.SHORT] += 1
         else:
             return True
@@ -122,7 +126,7 @@ class KvCache:
 
     def begin(self, load: Load) -> None:
         """See `verifier_service.kv_exchange.Remote`."""
-        self._call(lambda: self._spawn(self._run(load)))
+        self._call(lambda: self._spawn(self._load(load)))
 
     def offer(self, names: Sequence[bytes]) -> None:
         """See `verifier_service.kv_exchange.Remote`."""
@@ -132,95 +136,19 @@ class KvCache:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the pod is gone
             self._loop.call_soon_threadsafe(function)
 
-    # Loading.
+    # On the event loop.
 
-    async def _run(self, load: Load) -> None:
-        """One session's load, to its end; the session always hears of that."""
-        begun = self._loop.time()
-        outcome = Outcome.LEFT
+    async def _load(self, load: Load) -> None:
         try:
-            async with asyncio.timeout(self.choice.patience(load.first, len(load.names), load.length)), self._gate:
-                outcome = await self._fetch(load)
-        except TimeoutError:
-            self.choice.times.gave_up()
-            outcome = Outcome.PART if load.got else Outcome.LATE
-        except GraftreeError as error:
-            self.link.failed(error)
-            outcome = Outcome.PART if load.got else Outcome.FAILED
+            await self.loader.run(load)
         finally:
             self._submit(lambda exchange: exchange.ended(load))
-            self.counters.loads[outcome] += 1
-            self.counters.load_ns += round((self._loop.time() - begun) * 1e9)
 
-    async def _fetch(self, load: Load) -> Outcome:
-        available, refusal = await self._lookup(load)
-        if not available:
-            return Outcome.REFUSED if refusal else Outcome.MISS
-        if not self.choice.pays(load.first, available, load.length):
-            return Outcome.PREFILL
-        room = asyncio.Semaphore(_AHEAD)
-        while load.got < available:
-            if load.given_up:
-                return Outcome.LEFT
-            await room.acquire()
-            names = load.names[load.got : min(load.got + self._batch, available)]
-            begun = self._loop.time()
-            values = await self._store.read(names)
-            data, good, refusal = await asyncio.to_thread(self._unpack, names, values)
-            self.choice.times.loaded(len(names), self._loop.time() - begun)
-            if good:
-                self._hand_over(load, data[:, :, :good], room)
-            if good < len(names):
-                if refusal is not None:
-                    self._refuse(names[good], refusal)
-                return Outcome.PART if load.got else Outcome.REFUSED if refusal else Outcome.MISS
-        return Outcome.LOADED
+    def _put(self, load: Load, data: Tensor, done: Callable[[float], None]) -> None:
+        self._submit(lambda exchange: exchange.put(load, data, lambda seconds: self._call(lambda: done(seconds))))
 
-    async def _lookup(self, load: Load) -> tuple[int, Refusal | None]:
-        """How many of the wanted blocks are there, from the first on; what is wrong with the next one, if it is."""
-        begun, answered = self._loop.time(), False
-        try:
-            sizes = await self._store.sizes(load.names)
-            answered = True
-        finally:
-            waited = self._loop.time() - begun
-            if not answered and waited > _SILENCE_SECONDS:
-                self.link.failed(TimeoutError(f"no answer within {waited:.1f} s"))
-        self.choice.times.looked_up(waited)
-        self.counters.blocks_looked_up += len(sizes)
-        good = next((index for index, size in enumerate(sizes) if size != self._format.value_bytes), len(sizes))
-        if good == len(sizes) or not sizes[good]:
-            return good, None
-        self._refuse(load.names[good], Refusal.SIZE)
-        return good, Refusal.SIZE
-
-    def _unpack(self, names: Sequence[bytes], values: Sequence[bytes | None]) -> tuple[Tensor, int, Refusal | None]:
-        """(2, layers, n, block_size, KVH, D); how many of them are good, from the first on; what is wrong then."""
-        data = self._format.empty(len(names))
-        for index, (name, value) in enumerate(zip(names, values, strict=True)):
-            if value is None:
-                return data, index, None
-            if (refusal := self._format.unpack(name, value, data[:, :, index])) is not None:
-                return data, index, refusal
-        return data, len(names), None
-
-    def _hand_over(self, load: Load, data: Tensor, room: asyncio.Semaphore) -> None:
-        count = data.shape[2]
-        load.got += count
-        self.counters.blocks_loaded += count
-        self.counters.bytes_loaded += count * self._format.value_bytes
-
-        def done(seconds: float) -> None:
-            if seconds:
-                self.choice.times.placed(count, seconds)
-            self._call(room.release)
-
-        self._submit(lambda exchange: exchange.put(load, data, done))
-
-    def _refuse(self, name: bytes, refusal: Refusal) -> None:
-        """Count a value that is not what it should be, and take it away, so that a good one can be written."""
-        self.counters.refused[refusal] += 1
-        log.warning("KV block refused", reason=str(refusal), key=self._store.key(name))
+    def _refused(self, name: bytes) -> None:
+        """Take a value away that is not what it should be, so that a good one can be written."""
         self.writer.forget([name])
         self._spawn(self._delete([name]))
 
@@ -229,8 +157,6 @@ class KvCache:
             await self._store.delete(names)
         except GraftreeError as error:
             self.link.failed(error)
-
-    # The rest.
 
     async def _supply(self, names: Sequence[bytes]) -> tuple[Sequence[bytes], Tensor | None]:
         answer: asyncio.Future[tuple[Sequence[bytes], Tensor | None]] = self._loop.create_future()
@@ -258,7 +184,7 @@ class KvCache:
         names = [secrets.token_bytes(NAME_BYTES) for _ in range(_PROBE_BLOCKS)]
         zeros = self._format.empty(1).zero_()[:, :, 0]
         values = [(name, value) for name in names if (value := self._format.pack(name, zeros)) is not None]
-        times = self.choice.times
+        times = self.loader.choice.times
         try:
             async with asyncio.timeout(_MEASURE_SECONDS):
                 if not all(await self._store.write(values)):
@@ -268,12 +194,12 @@ class KvCache:
                     await self._store.sizes(names)
                     times.looked_up(time.monotonic() - begun)
                     begun = time.monotonic()
-                    await asyncio.to_thread(self._unpack, names, await self._store.read(names))
+                    await self.loader.read(names)
                     times.loaded(len(names), time.monotonic() - begun)
                 await self._store.delete(names)
         except (TimeoutError, GraftreeError) as error:
             self.link.failed(error)
-        log.info("KV Redis", up=self.link.up, loads_from_tokens=self.choice.break_even_tokens)
+        log.info("KV Redis", up=self.link.up, loads_from_tokens=self.loader.choice.break_even_tokens)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -40,15 +40,14 @@ class LoadTimes:
 
     def loaded(self, blocks: int, seconds: float) -> None:
         """Reading and checking so many blocks took so long."""
-        self._seen_at = self._clock()
         self.transfer = _towards(self.transfer, seconds / blocks)
 
     def placed(self, blocks: int, seconds: float) -> None:
         """Putting so many blocks into the pool took so long."""
         self.placing = _towards(self.placing or None, seconds / blocks)
 
-    def gave_up(self) -> None:
-        """A load came to nothing: the next trial is a while away."""
+    def tried(self) -> None:
+        """A load begins, whatever it will show: the next trial is a while away."""
         self._seen_at = self._clock()
 
     def seconds(self, blocks: int) -> float | None:
@@ -104,11 +103,20 @@ class Choice:
         return self._prefill(model, start, length) - self._prefill(model, end, length)
 
     def pays(self, first: int, blocks: int, length: int) -> bool:
-        """Whether to load; as `saved`."""
+        """Whether loading is the quicker way, as far as is known; as `saved`."""
         if self._from_tokens or not blocks:
             return bool(blocks) and blocks * self._size >= self._from_tokens
         saved, seconds = self.saved(first, blocks, length), self.times.seconds(blocks)
-        return saved is None or seconds is None or seconds < saved or self.times.stale
+        return saved is None or seconds is None or seconds < saved
+
+    def wants(self, first: int, blocks: int, length: int) -> bool:
+        """Whether to ask for blocks: they pay, or nobody has loaded for so long that it must be tried again."""
+        if self.pays(first, blocks, length):
+            return True
+        trial = bool(blocks) and not self._from_tokens and self.times.stale
+        if trial:
+            self.times.tried()
+        return trial
 
     def patience(self, first: int, blocks: int, length: int) -> float:
         """Longest a session waits for blocks: not longer than computing them takes."""

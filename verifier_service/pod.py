@@ -53,7 +53,7 @@ class VerifierPod(Pod[VerifierConfig]):
         Raises:
             InvalidArgument, Incompatible: the model or a key does not fit.
         """
-        kv_setup.check(self.config)
+        kv_redis = kv_setup.client(self.config)
         loop = asyncio.get_running_loop()
         self._loop, self._idle = loop, asyncio.Event()
         grammars = Grammars(partial(Tokenizer.load, self.config.model))
@@ -63,7 +63,9 @@ class VerifierPod(Pod[VerifierConfig]):
         spec = self._runner.spec
         self._llm_identity = await asyncio.to_thread(identity, self.config)
         self._step_times = StepTimes(await asyncio.to_thread(step_time, self._runner, self.config))
-        self._kv_cache = kv_setup.kv_cache(self.config, self._runner, self._step_times, self._kv_redis_changed)
+        self._kv_cache = kv_setup.kv_cache(
+            kv_redis, self.config, self._runner, self._step_times, self._kv_redis_changed
+        )
         self._engine = Engine(
             self._runner,
             prefix_cache=self.config.prefix_cache,
