@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,7 +140,7 @@ async def test_a_length_from_which_loading_is_worth_it(redis: EmbeddedRedis) -> 
 # What is not used.
 
 
-Spoil = Callable[[Any, list[bytes]], object]
+Spoil = Callable[[Any, list[str]], object]
 
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "a changed bit": (lambda r, k: r.setrange(k[0], 3000, b"\1\2\3"), "checksum"),
@@ -153,24 +154,26 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-async def test_a_spoilt_block_is_refused(redis: EmbeddedRedis, what: str) -> None:
-    """The first block of the text is not what it should be: it is counted by its reason and computed, with all behind
+async def test_spoilt_blocks_are_refused(redis: EmbeddedRedis) -> None:
+    """The first block of a text is not what it should be: it is counted by its reason and computed, with all behind
     it; then it is written anew, and the next verifier loads everything."""
-    spoil, reason = SPOILT[what]
     async with sharing(redis) as first, sharing(redis) as second, sharing(redis) as third:
-        await answer(first, PROMPT, 1)
-        await written(first, BLOCKS)
-        with SyncRedis.from_url(redis.url) as admin:
-            names = [kv(first)._store.key(name).encode() for name in first.runner.pool._named]
-            spoil(admin, names)
-        assert await answer(second, PROMPT, 6) == greedy(PROMPT, 6)
-        assert kv(second).counters.refused == {reason: 1}
-        assert kv(second).counters.loads == {Outcome.REFUSED: 1}
-        assert second.counters.loaded_rows == 0
-        await written(second, 1)
-        assert await answer(third, PROMPT, 6) == greedy(PROMPT, 6)
-        assert third.counters.loaded_rows == FULL
+        for index, (what, (spoil, reason)) in enumerate(SPOILT.items()):
+            prompt = [index, *PROMPT]
+            known = set(first.runner.pool._named)
+            await answer(first, prompt, 1)
+            await written(first, BLOCKS * (index + 1))
+            names = [kv(first)._store.key(name) for name in first.runner.pool._named if name not in known]
+            with SyncRedis.from_url(redis.url) as admin:
+                spoil(admin, names)
+            refused, rewritten = Counter(kv(second).counters.refused), kv(second).counters.blocks_written
+            assert await answer(second, prompt, 6) == greedy(prompt, 6), what
+            assert kv(second).counters.refused - refused == {reason: 1}, what
+            assert second.counters.loaded_rows == 0, what
+            await written(second, rewritten + 1)
+            assert await answer(third, prompt, 6) == greedy(prompt, 6), what
+            assert third.counters.loaded_rows == FULL * (index + 1), what
+        assert kv(second).counters.loads == {Outcome.REFUSED: len(SPOILT)}
         assert kv(third).counters.refused == {}
 
 
