@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graftree.client import AsyncClient, Client
     from graftree.local_stack import LocalStack
     from graftree.sdk.options import SpeculationOptions, StructuredOutput
+    from graftree.sdk.reconnect import Reconnect
     from graftree.sdk.results import Chunk, FinishReason, Result
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "Client",
     "FinishReason",
     "LocalStack",
+    "Reconnect",
     "Result",
     "SpeculationOptions",
     "StructuredOutput",
@@ -34,6 +36,7 @@ _HOMES = {
     "Client": "graftree.client",
     "FinishReason": "graftree.sdk.results",
     "LocalStack": "graftree.local_stack",
+    "Reconnect": "graftree.sdk.reconnect",
     "Result": "graftree.sdk.results",
     "SpeculationOptions": "graftree.sdk.options",
     "StructuredOutput": "graftree.sdk.options",

@@ -100,7 +100,12 @@ class RouterConfig(PodConfig, EdgeConfig):
     connect_timeout_seconds: Seconds = Field(5.0, description="longest wait for a pod's hello")
     quarantine_seconds: Seconds = Field(5.0, description="rest of a pod that sent garbage, before it is tried again")
     replay_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        60.0, description="how long a finished request can be attached to again; 0 = not at all"
+        60.0,
+        description="how long a finished request can be told again, here or from its record (that for a second at "
+        "least); 0 = not at all",
+    )
+    resume_seconds: Annotated[float, Field(ge=1, le=86_400)] = Field(
+        3600.0, description="how long the record of an unfinished request is kept after its last token"
     )
 
 

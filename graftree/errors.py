@@ -114,7 +114,13 @@ class Stale(GraftreeError):
 
 
 class LeaseLost(Stale):
+    """Args: `remaining_s` is what is left of the other owner's lease, where that is known."""
+
     reason = "LEASE_LOST"
+
+    def __init__(self, message: str, remaining_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.remaining_s = remaining_s
 
 
 class Unauthenticated(GraftreeError):
@@ -144,8 +150,14 @@ class Cancelled(GraftreeError):
 
 
 class Unavailable(GraftreeError):
+    """Args: `retry_after_s` is sent as google.rpc.RetryInfo."""
+
     code = _Code("UNAVAILABLE")
     reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NoVerifier(Unavailable):

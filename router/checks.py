@@ -47,9 +47,18 @@ def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
         raise InvalidArgument("priority", request.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
     if request.HasField("structured_output"):
         grammar.check(request.structured_output)
+    _check_resume(request)
     _check_stopping(request.stopping)
     _check_output(request.output)
     _check_speculation(request.speculation)
+
+
+def _check_resume(request: pb.GenerateRequest) -> None:
+    counts = request.resume_after
+    if counts and not request.request_id:
+        raise InvalidArgument("request_id", "", "the id of the generation to resume")
+    if counts and len(counts) != (request.n or 1):
+        raise InvalidArgument("resume_after", f"{len(counts)} counts", f"one for each of {request.n or 1} samples")
 
 
 def _check_stopping(stopping: pb.StoppingParams) -> None:

@@ -20,6 +20,7 @@ from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
 from router.caller import NOBODY, Caller, public_id
+from router.difference import refuse_another
 from router.events import EventLog
 from router.records import Records
 from router.request import GenerationPlan
@@ -56,7 +57,6 @@ class Generation:
         after: Sequence[asyncio.Task[None]] = (),
     ) -> None:
         self.identifier = identifier
-        self.digest = requests.digest(message)
         self.events = EventLog()
         self.finished = False
         self._message = message
@@ -87,6 +87,10 @@ class Generation:
                 self._tools.metrics.cancelled += 1
                 self.cancel(Cancelled("the client left"))
 
+    def check_same(self, message: GenerateRequest) -> None:
+        """Raises AlreadyExists where another request than this one comes under its id; names the field."""
+        refuse_another(public_id(self.identifier), self._message, message)
+
     @property
     def waits(self) -> bool:
         """Whether it has no verifier so far."""
@@ -106,7 +110,15 @@ class Generation:
                 await asyncio.wait(self._after)
             plan = await self._plan()
             seeded = self._message.sampling.HasField("seed")
-            self._samples = Samples(plan, self._records, self._tools, self.events, self.arrived_ns, seeded=seeded)
+            self._samples = Samples(
+                plan,
+                self._records,
+                self._tools,
+                self.events,
+                self.arrived_ns,
+                seeded=seeded,
+                after=self._message.resume_after,
+            )
             await self._samples.run()
             self.finished = True
             log.debug("generation finished")

@@ -6,13 +6,13 @@ import asyncio
 from random import Random
 
 from graftree.config import RouterConfig
-from graftree.errors import AlreadyExists, ResourceExhausted, Unavailable
+from graftree.errors import ResourceExhausted, Unavailable
 from graftree.grammar import Grammars
 from graftree.store.sessions import SessionStore
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
-from router.caller import NOBODY, Caller, public_id
+from router.caller import NOBODY, Caller
 from router.generation import Generation
 from router.records import Records
 from router.tools import Tools
@@ -84,8 +84,7 @@ class Generations:
         caller.check_priority(message.priority)
         known = self._running.get(identifier) or self._replays.get(identifier)
         if known is not None:
-            if known.digest != requests.digest(message):
-                raise AlreadyExists(f"request {public_id(identifier)} exists and is a different one")
+            known.check_same(message)
             metrics.attached += 1
             return known
         if self.draining:

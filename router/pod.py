@@ -31,7 +31,7 @@ from router.signals import Signals
 from router.tools import Tools
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-RECORD_SECONDS = 3600.0  # how long a session's record outlives its last commit
+SHORTEST_REPLAY_SECONDS = 1.0  # of a finished record: its client may be about to ask for the end
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,11 @@ class RouterPod(Pod[RouterConfig]):
             self._peer_tls = ClientTls(files, config.peer_name)
         self.edge = Edge(config)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-        store = SessionStore(self.redis, ttl_seconds=RECORD_SECONDS)
+        store = SessionStore(
+            self.redis,
+            ttl_seconds=config.resume_seconds,
+            finished_seconds=max(config.replay_seconds, SHORTEST_REPLAY_SECONDS),
+        )
         self._committer = Committer(store, time.monotonic, lease_seconds=config.lease_seconds)
         self.pods = Pods(
             self.registry,

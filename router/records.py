@@ -1,12 +1,21 @@
-"""`Records`: the sessions' records in Redis, from their beginning or take-over to their end."""
+"""`Records`: the sessions' records in Redis, from their beginning or take-over to their end.
+
+A session whose request comes again goes on from its record, at the same token: under the next epoch, so that whoever
+had it can never write to it again. A request that only repeats its id waits for the lease of a router that is at work
+on it; one that says what it has (`resume_after`) is the client's word that its stream there is no more, and takes the
+session at once. Streams that are left on the other router end with LeaseLost.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 
-from graftree.errors import AlreadyExists, GraftreeError, LeaseLost
+from graftree.errors import AlreadyExists, GraftreeError, Incompatible, LeaseLost, NotFound, Unavailable
 from graftree.store.sessions import SessionRecord, SessionStore
+from graftree.v1.generation_pb2 import GenerateRequest
+from router.caller import public_id
+from router.difference import refuse_another, refuse_another_prompt
+from router.events import check_resume
 from router.request import GenerationPlan
 from router.tools import Tools
 
@@ -18,15 +27,22 @@ class Records:
         self._store = store
         self._tools = tools
 
-    async def begin(self, plan: GenerationPlan, *, sample: int = 0, seeded: bool) -> SessionRecord:
+    async def begin(
+        self, plan: GenerationPlan, *, sample: int = 0, seeded: bool, after: int | None = None
+    ) -> SessionRecord:
         """Create a sample's record, or take over the one that an earlier life of its request left.
 
         Args:
             plan: the sample's.
             seeded: its seed is the one that was asked for; else the seed of a record that is there counts.
+            after: tokens of the sample that the client has; None = it may be a new one.
 
         Raises:
-            AlreadyExists: the id belongs to another request, or another router is at work on it.
+            AlreadyExists: the id belongs to another request.
+            Incompatible: it began with another model.
+            InvalidArgument: the client cannot have so many tokens.
+            NotFound: nobody began it, or it is over for too long.
+            Unavailable: another router is at work on it, or Redis cannot be reached and knows more.
         """
         record = SessionRecord(
             session_id=f"{plan.request_id}#{sample}" if sample else plan.request_id,
@@ -40,27 +56,43 @@ class Records:
             owner=self._tools.config.pod_id,
             finished=False,
         )
+        if after is not None and (held := await self._take_over(record, seeded, after)) is not None:
+            return held
+        if after is not None and (sample == 0 or after > 0):  # later samples may not have been begun
+            seconds = self._tools.config.replay_seconds
+            raise NotFound(
+                f"request_id = {public_id(plan.request_id)!r}: no such generation to resume; "
+                f"one that has ended can be resumed for {seconds:g} s"
+            )
         try:
             await self._tools.committer.create(record)
         except AlreadyExists:
-            held = await self._take_over(record, seeded)
-            self._tools.metrics.resumed += 1
+            held = await self._take_over(record, seeded, None)
+            if held is None:
+                raise
             return held
         return record
 
-    async def _take_over(self, wanted: SessionRecord, seeded: bool) -> SessionRecord:
-        # The tokens are a function of the record: they are generated again, and committed where they are new. Where
-        # they are not, the session begins with those that the record holds.
-        held = await self._store.load(wanted.session_id)
-        if held is not None:
-            same = replace(held, token_ids=(), finished=False, salt=wanted.salt, epoch=1, owner=wanted.owner)
-            if same != (wanted if seeded else replace(wanted, seed=held.seed)):
-                raise AlreadyExists(f"request {wanted.session_id} exists and is a different one")
+    async def _take_over(self, wanted: SessionRecord, seeded: bool, after: int | None) -> SessionRecord | None:
+        """None = there is no record."""
+        name = public_id(wanted.session_id)
+        found = await self._store.load(wanted.session_id)
+        if found is None:
+            return None
+        _check_same(name, found, wanted, seeded)
+        if after is not None:
+            check_resume(_sample(wanted.session_id), after, len(found.token_ids))
         try:
-            held = await self._store.acquire(wanted.session_id, wanted.owner, self._tools.config.lease_seconds)
+            held = await self._store.acquire(
+                wanted.session_id, wanted.owner, self._tools.config.lease_seconds, force=after is not None
+            )
         except LeaseLost as error:
-            raise AlreadyExists(f"request {wanted.session_id} is being served by another router: {error}") from None
+            text = f"request {name} is being served by another router, whose lease ends in {error.remaining_s:g} s"
+            raise Unavailable(text, retry_after_s=error.remaining_s) from None
+        except NotFound:  # it ran out in between
+            return None
         self._tools.committer.adopt(held)
+        self._tools.metrics.resumed += 1
         return held
 
     async def leave(self, record: SessionRecord, *, finished: bool) -> None:
@@ -70,3 +102,21 @@ class Records:
             return
         with suppress(GraftreeError):
             await self._tools.committer.release(record.session_id)
+
+
+def _sample(session_id: str) -> int:
+    return int(session_id.rpartition("#")[2]) if "#" in session_id else 0
+
+
+def _check_same(name: str, found: SessionRecord, wanted: SessionRecord, seeded: bool) -> None:
+    if found.model_fingerprint != wanted.model_fingerprint:
+        theirs, ours = found.model_fingerprint, wanted.model_fingerprint
+        raise Incompatible(f"request {name} began with the model {theirs}; {ours} is served here")
+    refuse_another_prompt(name, found.prompt_token_ids, wanted.prompt_token_ids)
+    if found.parameters != wanted.parameters:
+        began, asked = (GenerateRequest.FromString(each.parameters) for each in (found, wanted))
+        if asked.HasField("sampling") and not began.sampling.HasField("seed"):
+            asked.sampling.ClearField("seed")  # naming the seed in force changes nothing
+        refuse_another(name, began, asked)
+    if seeded and found.seed != wanted.seed:
+        raise AlreadyExists(f"request {name} exists and is a different one: its seed is {found.seed}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Sequence
@@ -59,7 +58,6 @@ class GenerationPlan:
     """What to generate. Immutable; everything a session needs to start, or to start again elsewhere.
 
     Attributes:
-        digest: of the request without its id: two requests are the same iff their digests are.
         parameters: the request without id and input, serialised; a seed it did not set is not in there.
         sampling: with the seed in force.
         max_length: sequence length that is never exceeded, prompt included.
@@ -74,7 +72,6 @@ class GenerationPlan:
     """
 
     request_id: str
-    digest: bytes
     parameters: bytes
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -119,14 +116,6 @@ def request_id(request: pb.GenerateRequest, source: Random) -> str:
     if not _UUID.fullmatch(request.request_id):
         raise InvalidArgument("request_id", request.request_id[:64], "a UUID, or empty")
     return request.request_id.lower()
-
-
-def digest(request: pb.GenerateRequest) -> bytes:
-    """SHA-256 over the request without its id."""
-    anonymous = pb.GenerateRequest()
-    anonymous.CopyFrom(request)
-    anonymous.ClearField("request_id")
-    return hashlib.sha256(anonymous.SerializeToString(deterministic=True)).digest()
 
 
 def tokenize(request: pb.GenerateRequest, tokenizer: RequestTokenizer) -> tuple[int, ...]:
@@ -221,11 +210,10 @@ def plan(
         raise InvalidArgument("stopping.min_new_tokens", stops.min_new_tokens, limit)
     parameters = pb.GenerateRequest()
     parameters.CopyFrom(request)
-    parameters.ClearField("request_id")
-    parameters.ClearField(kind)
+    for name in ("request_id", "resume_after", kind):
+        parameters.ClearField(name)
     return GenerationPlan(
         request_id=identifier,
-        digest=digest(request),
         parameters=parameters.SerializeToString(deterministic=True),
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,

@@ -7,6 +7,7 @@ From then on each is a session like any other: its own trees, commits, failovers
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from graftree.observe.tracing import Span
@@ -27,10 +28,19 @@ class Samples:
         seeded: whether the request names its seed.
         events: where the events of all samples go.
         arrived_ns: when the request came, by `Tools.clock_ns`.
+        after: tokens of each sample that the client has; empty = it may be a new request.
     """
 
     def __init__(
-        self, plan: GenerationPlan, records: Records, tools: Tools, events: EventLog, arrived_ns: int, *, seeded: bool
+        self,
+        plan: GenerationPlan,
+        records: Records,
+        tools: Tools,
+        events: EventLog,
+        arrived_ns: int,
+        *,
+        seeded: bool,
+        after: Sequence[int] = (),
     ) -> None:
         self._plan = plan
         self._records = records
@@ -38,6 +48,7 @@ class Samples:
         self._events = events
         self._arrived_ns = arrived_ns
         self._seeded = seeded
+        self._after = after
         self._sessions: list[Session] = []
         self._spans: list[Span] = []
         self._unfinished = plan.samples
@@ -64,10 +75,13 @@ class Samples:
 
     async def _begin(self, held: list[SessionRecord]) -> None:
         """Fill `held` with the samples' records; the first one says which seed is in force."""
-        held.append(await self._records.begin(self._plan, seeded=self._seeded))
+        after: Sequence[int | None] = [*self._after] or [None] * self._plan.samples
+        held.append(await self._records.begin(self._plan, seeded=self._seeded, after=after[0]))
         self._plan = replace(self._plan, sampling=replace(self._plan.sampling, seed=held[0].seed))
         for sample in range(1, self._plan.samples):
-            held.append(await self._records.begin(self._plan.sample(sample), sample=sample, seeded=True))
+            plan = self._plan.sample(sample)
+            held.append(await self._records.begin(plan, sample=sample, seeded=True, after=after[sample]))
+        self._events.begin([len(record.token_ids) for record in held])
 
     async def _generate(self, held: list[SessionRecord]) -> None:
         for sample, record in enumerate(held):

@@ -48,7 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self._edge.visit("Generate", context) as visit,
                 self._generations.start(request, visit.caller).reading() as events,
             ):
-                async for event in events.follow():
+                async for event in events.follow(request.resume_after):
                     visit.passed(event)
                     await context.write(event)
         except GraftreeError as error:

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 
 import structlog
 
-from graftree.errors import (
-    AlreadyExists,
-    GraftreeError,
-    NotFound,
-    NoVerifier,
-    ResourceExhausted,
-    Stale,
-    Unavailable,
-)
+from graftree.errors import GraftreeError, NotFound, NoVerifier, ResourceExhausted, Stale, Unavailable
 from graftree.store.sessions import SessionRecord
 from graftree.tree import TokenTree
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1.common_pb2 import TokenLogProb
 from graftree.v1.verification_pb2 import Verdict
+from router import log_probs as stored
 from router import messages
 from router.adaptive import AdaptiveSteering
 from router.cut import Cut
@@ -84,7 +79,7 @@ class Session:
         self._sample = sample
         self._sibling = sibling
         self._opened = asyncio.Event()
-        self._wire_ids = _wire_ids(record.session_id)
+        self._wire_ids = _wire_ids(record)
         self._vocab_size = tools.pods.limits.vocab_size
         self._drafts = Drafts(
             plan,
@@ -97,7 +92,14 @@ class Session:
             priors=tools.priors,
             metrics=tools.metrics,
         )
-        self._trail = Trail(record, tools.committer, self._figures, tools.metrics, tools.clock_ns)
+        self._trail = Trail(
+            record,
+            tools.committer,
+            self._figures,
+            tools.metrics,
+            tools.clock_ns,
+            alternatives=plan.alternatives,
+        )
         self._verifier: VerifierSeat | None = None
         self._tree = TokenTree(0)
         self._without = Outcome.PLAIN  # what a round is whose tree is empty
@@ -128,8 +130,9 @@ class Session:
                 self._events.append(messages.started(self._plan, self._config.model))
             self._opened.set()
             if restored is not None:
-                self._deliver(self._record.token_ids, (), restored)
+                self._deliver(self._record.token_ids, self._restored_log_probs(), restored)
                 if restored.finish is not None:
+                    await self._end_record(restored)
                     return self._finished(restored.finish)
             while True:
                 verdict = await self._verdict()
@@ -137,7 +140,8 @@ class Session:
                 token_ids = list(verdict.token_ids[: delivery.count])
                 self._count(verdict, delivery)
                 length = len(self._token_ids) - len(self._plan.prompt_token_ids)
-                commit = self._trail.commit(length, token_ids, finished=delivery.finish is not None)
+                log_probs = verdict.log_probs[: delivery.count]
+                commit = self._trail.commit(length, token_ids, log_probs, finished=delivery.finish is not None)
                 if delivery.finish is None:
                     await self._next_step(token_ids)
                 else:
@@ -150,21 +154,26 @@ class Session:
             self.close()
 
     def _restore(self) -> Delivery | None:
-        """Begin with the record's tokens, where generating again would give others; None = nothing to begin with.
-
-        Raises:
-            AlreadyExists: their log probabilities are wanted, and nobody has them any more.
-        """
+        """Begin with the record's tokens, as if they had just been verified; None = nothing to begin with."""
         tokens = self._record.token_ids
-        if not tokens or not self._plan.tests_draws:
+        if not tokens:
             return None
-        if self._plan.log_probs:
-            why = "it cannot be taken up again with log probabilities in this speculation mode"
-            raise AlreadyExists(f"request {self._plan.request_id} was served before: {why}")
         delivery = self._stopper.take(tokens)
+        if self._record.finished and delivery.finish is None:  # by a router with another default length
+            delivery = replace(delivery, finish=Finish(pb.FINISH_REASON_LENGTH))
         self._token_ids.extend(tokens[: delivery.count])
         self._figures.restore(delivery.count)
         return delivery
+
+    def _restored_log_probs(self) -> Sequence[TokenLogProb]:
+        if not self._plan.log_probs:
+            return ()
+        return stored.unpack(self._record.log_probs, self._record.token_ids, self._plan.alternatives)
+
+    async def _end_record(self, restored: Delivery) -> None:
+        """The router that committed the last token may not have come to say that it was the last."""
+        if not self._record.finished and restored.count == len(self._record.token_ids):
+            await self._trail.durable(self._trail.commit(restored.count, (), finished=True))
 
     def close(self) -> None:
         """Forget the session on every pod, at once."""
@@ -299,7 +308,7 @@ class Session:
             offset=self._figures.completion_tokens - delivery.count,
             index=self._sample,
         )
-        self._events.append(pb.GenerateResponse(chunk=chunk))
+        self._events.append(pb.GenerateResponse(chunk=chunk), delivery.texts)
         figures, before_ns = self._figures, self._figures.last_ns
         figures.departed()
         self._metrics.tokens_left(
@@ -315,9 +324,7 @@ def _steering(plan: GenerationPlan, tools: Tools) -> Steering:
     return FixedSteering(tools.priors, most=plan.max_nodes, longest_wait=longest, clock=clock)
 
 
-def _wire_ids(session_id: str) -> Iterator[str]:
+def _wire_ids(record: SessionRecord) -> Iterator[str]:
     """A new name for every opening on any pod: what belongs to an earlier one is told apart by its name."""
-    number = 0
-    while True:
-        number += 1
-        yield f"{session_id}.{number}"
+    for number in count(1):
+        yield f"{record.session_id}.{record.epoch}.{number}"

@@ -47,11 +47,16 @@ class Finish:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What of one run reaches the client: its first `count` tokens and the text that is final now."""
+    """What of one run reaches the client: its first `count` tokens, and with each of them text that is final then."""
 
     count: int
-    text: str
+    texts: tuple[str, ...]
     finish: Finish | None
+
+    @property
+    def text(self) -> str:
+        """All text that is final now."""
+        return "".join(self.texts)
 
 
 class TextSource(Protocol):
@@ -80,8 +85,8 @@ class Stopper:
             text, finish = self._step(token)
             released.append(text)
             if finish is not None:
-                return Delivery(index + 1, "".join(released), finish)
-        return Delivery(len(token_ids), "".join(released), None)
+                return Delivery(index + 1, tuple(released), finish)
+        return Delivery(len(token_ids), tuple(released), None)
 
     def _step(self, token: int) -> tuple[str, Finish | None]:
         rules = self._rules

@@ -10,6 +10,8 @@ import structlog
 from graftree.errors import GraftreeError, LeaseLost
 from graftree.store.committer import Committer, Durability
 from graftree.store.sessions import Commit, SessionRecord
+from graftree.v1.common_pb2 import TokenLogProb
+from router import log_probs as stored
 from router.figures import Figures
 from router.metrics import Metrics
 
@@ -20,9 +22,10 @@ class Trail:
     """One session's.
 
     Args:
-        record: as it was created or acquired; what it holds already is not written again.
+        record: as it was created or acquired.
         figures: of the session; the time it waits for Redis is added.
         clock_ns: monotonic nanoseconds.
+        alternatives: log probabilities of other tokens that the request asked for.
     """
 
     def __init__(
@@ -32,41 +35,42 @@ class Trail:
         figures: Figures,
         metrics: Metrics,
         clock_ns: Callable[[], int],
+        *,
+        alternatives: int = 0,
     ) -> None:
-        self._record, self._committer = record, committer
+        self._record, self._committer, self._alternatives = record, committer, alternatives
         self._figures, self._metrics, self._clock_ns = figures, metrics, clock_ns
 
-    def commit(self, length: int, token_ids: Sequence[int], *, finished: bool) -> asyncio.Future[Durability] | None:
-        """Start to write what Redis does not have yet; a resumed generation repeats what it has.
+    def commit(
+        self, length: int, token_ids: Sequence[int], log_probs: Sequence[TokenLogProb] = (), *, finished: bool
+    ) -> asyncio.Future[Durability]:
+        """Start to write what has come.
 
         Args:
             length: of the output before `token_ids`.
+            log_probs: of the tokens, where the request wants them.
             finished: nothing will follow.
         """
         record = self._record
-        known = max(0, len(record.token_ids) - length)
-        if known >= len(token_ids) and (not finished or record.finished):
-            return None
         commit = Commit(
             record.session_id,
             record.epoch,
-            length + min(known, len(token_ids)),
-            token_ids[known:],
+            length,
+            token_ids,
             finished=finished,
             owner=record.owner,
+            log_probs=stored.pack(log_probs, self._alternatives),
         )
         writing = asyncio.ensure_future(self._committer.commit(commit))
         writing.add_done_callback(_retrieve)  # nobody awaits it where the session ends meanwhile
         return writing
 
-    async def durable(self, commit: asyncio.Future[Durability] | None) -> None:
+    async def durable(self, commit: asyncio.Future[Durability]) -> None:
         """Wait until it is written.
 
         Raises:
             LeaseLost: another router has the session.
         """
-        if commit is None:
-            return
         begun = self._clock_ns()
         try:
             await commit

@@ -76,7 +76,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[generation_pb2.GenerateResponse]:
         """As the script says."""
-        self.requests.append(request)
+        self.requests.append(generation_pb2.GenerateRequest.FromString(request.SerializeToString()))
         ended = threading.Event()
 
         def over() -> None:

@@ -15,6 +15,7 @@ from graftree.store.embedded import EmbeddedRedis
 from graftree.store.registry import Registry
 from router.pod import RouterPod
 from tests.fakes import MODEL, FakeSpeculator, FakeVerifier
+from tests.redis_servers import Watched
 from tests.store_redis import client, server
 
 PROMPT = [1, 2, 3]
@@ -47,6 +48,17 @@ class Harness:
         await self._registry.unregister(pod.pod_id)
         await pod.stop()
 
+    @asynccontextmanager
+    async def another(self, **config: Any) -> AsyncIterator[RouterPod]:
+        """A second router beside the first."""
+        values = self.router.config.model_dump(exclude={"pod_id", "port", "advertise"})
+        router = RouterPod(RouterConfig(**{**values, **config}), random_source=Random(99))
+        try:
+            await router.start()
+            yield router
+        finally:
+            await router.kill()
+
     def states(self) -> dict[str, str]:
         return {info.pod_id: info.state for info in self.router.pods.infos()}
 
@@ -69,7 +81,7 @@ async def register(registry: Registry, *pods: AnyPod) -> None:
 
 @asynccontextmanager
 async def harness(
-    *pods: AnyPod, random: Random | None = None, redis: EmbeddedRedis | None = None, **config: Any
+    *pods: AnyPod, random: Random | None = None, redis: EmbeddedRedis | Watched | None = None, **config: Any
 ) -> AsyncIterator[Harness]:
     """A router over `pods`, ready if one of them is a verifier that fits; `redis` is one of the test's own."""
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The servers that the store's contract is tested on: fakeredis, Valkey, and redis-server where there is one."""
+"""The servers that the store's contract is tested on: fakeredis, Valkey, a cluster, and redis-server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from redis.asyncio import Redis
 from graftree.store.connection import connect
 from graftree.store.embedded import EmbeddedRedis
 from graftree.store.sessions import SessionRecord
+from tests.redis_servers import ClusterNode
 
-KINDS = ["fakeredis", "valkey"] + (["redis-server"] if shutil.which("redis-server") else [])
+KINDS = ["fakeredis", "valkey", "cluster"] + (["redis-server"] if shutil.which("redis-server") else [])
 
 
 @cache
-def server(kind: str) -> EmbeddedRedis:
+def server(kind: str) -> EmbeddedRedis | ClusterNode:
     """One per test process; ends with it."""
+    if kind == "cluster":
+        return ClusterNode().start()
     path = shutil.which("redis-server") if kind == "redis-server" else None
     return EmbeddedRedis(Path(path) if path else None).start()
 

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from graftree import AsyncClient, Chunk, Client, FinishReason
-from graftree.client import AsyncStream, Stream
 from graftree.errors import (
     AlreadyExists,
     Cancelled,
@@ -23,6 +22,7 @@ from graftree.errors import (
     Unavailable,
 )
 from graftree.sdk.results import PodInfo, Result, TokenLogProb
+from graftree.sdk.streams import AsyncStream, Stream
 from graftree.v1 import generation_pb2
 from tests.fake_generation import FakeGeneration, script
 
@@ -76,8 +76,8 @@ def test_samples_are_gathered_by_index() -> None:
         assert (second.usage.total_tokens, result.total_usage.completion_tokens) == (5, 4)
         assert (result.total_usage.prompt_tokens, second.samples) == (3, (second,))
         service.responses = responses[:-1]
-        with pytest.raises(Unavailable, match="broke off"):
-            client.generate("p", n=2, temperature=1.0)
+        with Client(service.target, reconnect=None) as firm, pytest.raises(Unavailable, match="broke off"):
+            firm.generate("p", n=2, temperature=1.0)
         service.responses = responses[2:3]
         with pytest.raises(GraftreeError, match="sample 1 of 1"):
             client.generate("p")
@@ -192,9 +192,9 @@ async def test_async_cancellation() -> None:
 async def test_errors_come_back_as_they_were_raised(error: GraftreeError) -> None:
     """Both clients rebuild the service's exception: class, message, and what it carries."""
     with FakeGeneration(script(PIECES)[:2], error=error) as service:
-        with Client(service.target) as client, pytest.raises(type(error)) as caught:
+        with Client(service.target, reconnect=None) as client, pytest.raises(type(error)) as caught:
             await asyncio.to_thread(client.generate, "p")
-        async with AsyncClient(service.target) as asynchronous:
+        async with AsyncClient(service.target, reconnect=None) as asynchronous:
             with pytest.raises(type(error)) as caught_too:
                 await asynchronous.generate("p")
     for each in (caught.value, caught_too.value):
@@ -208,7 +208,7 @@ async def test_errors_come_back_as_they_were_raised(error: GraftreeError) -> Non
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:
     """An answer without its last event never passes for a whole one."""
-    with FakeGeneration(script(PIECES)[:-1]) as service, Client(service.target) as client:
+    with FakeGeneration(script(PIECES)[:-1]) as service, Client(service.target, reconnect=None) as client:
         with pytest.raises(Unavailable, match="broke off after 4 tokens"):
             client.generate("p")
         with pytest.raises(Unavailable):

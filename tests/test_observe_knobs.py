@@ -359,6 +359,7 @@ ELSEWHERE = {
     "peer_name": "test_security_tls.py::test_a_name_in_the_certificates",
     "api_keys": "test_security_keys.py::test_nobody_asks_without_a_key",
     "audit_log": "test_security_keys.py::test_audit",
+    "resume_seconds": "test_router_resume.py::test_records_expire",
     "threads": "test_speculator_model.py",
 }
 

@@ -291,7 +291,7 @@ async def test_the_limits_themselves_are_accepted() -> None:
             speculation={"mode": 4, "max_nodes": 1024, "max_depth": 128},
             n=16,
         )
-        events = [event async for event in stack.client._stub().Generate(request)]
+        events = [event async for event in stack.client._stub(0).Generate(request)]
     assert sum(event.HasField("finished") for event in events) == 16
     assert events[-1].finished.total_usage.completion_tokens == 16 * 56
 

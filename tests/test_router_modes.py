@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graftree.errors import AlreadyExists, InvalidTree
+from graftree.errors import InvalidTree
 from graftree.sdk.options import Mode, SpeculationOptions
 from graftree.tree import node_id, root_id
 from graftree.v1 import common_pb2
@@ -237,10 +237,12 @@ async def test_a_request_is_taken_up_where_its_record_ends() -> None:
         assert again.speculation.num_spec_steps == 0
 
 
-async def test_log_probs_of_a_lost_life_are_refused() -> None:
-    """Nobody has them any more, and generating again would tell those of other tokens."""
+async def test_log_probs_of_a_lost_life_are_in_its_record() -> None:
+    """Generating again would tell those of other tokens: they come from the record, with their tokens."""
     async with harness(FakeVerifier(), replay_seconds=0) as stack:
         options = {"token_ids": PROMPT, "max_new_tokens": 4, "request_id": IDENTIFIER, "log_probs": True, **MSS}
-        await stack.client.generate(**options)
-        with pytest.raises(AlreadyExists, match="log probabilities"):
-            await stack.client.generate(**options)
+        first = await stack.client.generate(**options)
+        again = await stack.client.generate(**options)
+        assert len(first.log_probs) == 4
+        assert (again.token_ids, again.log_probs) == (first.token_ids, first.log_probs)
+        assert again.speculation.num_spec_steps == 0

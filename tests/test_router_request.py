@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from graftree.config import RouterConfig
-from graftree.errors import InvalidArgument
+from graftree.errors import AlreadyExists, InvalidArgument
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2 as pb
 from router import request as requests
+from router.difference import refuse_another
 from router.request import GenerationPlan, ModelLimits
 from tests.fakes import CONTEXT, MODEL, VOCAB
 
@@ -112,10 +113,8 @@ def test_chat_and_text() -> None:
 
 
 def test_identity() -> None:
-    """Two requests are the same iff all but their ids is; ids are drawn where none is given."""
+    """Ids are lower case, and drawn where none is given."""
     identifier = "6F9619FF-8B86-D011-B42D-00CF4FC964FF"
-    assert requests.digest(message()) == requests.digest(message(request_id=identifier))
-    assert requests.digest(message()) != requests.digest(message(sampling={"seed": 1}))
     assert plan(message(request_id=identifier)).request_id == identifier.lower()
     assert requests.request_id(message(), Random(1)) != requests.request_id(message(), Random(2))
 
@@ -163,3 +162,25 @@ def test_padding_is_no_token_to_choose() -> None:
             config=RouterConfig(model=MODEL),
             source=Random(2),
         )
+
+
+SAME = {"prompt": "hello", "sampling": {"temperature": 0.5}, "stopping": {"stop": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": {"temperature": 0.25}}, r"sampling\.temperature = 0\.25, it began with 0\.5"),
+        ({"sampling": {"temperature": 0.5, "seed": 1}}, r"sampling\.seed = 1, it began with unset"),
+        ({"prompt": "another"}, "prompt = a text of 7 characters, it began with a text of 5 characters"),
+        ({"stopping": {"stop": ["a"]}}, r"stopping\.stop = 1 values, it began with 2 values"),
+        ({"output": {"log_probs": True}}, "output = set, it began with unset"),
+        ({"n": 2}, "n = 2, it began with unset"),
+    ],
+)
+def test_another_request_under_the_same_id(changes: dict[str, Any], words: str) -> None:
+    """The first field that differs is named, never with a text of the request; ids and resume_after do not count."""
+    began = pb.GenerateRequest(**SAME)
+    refuse_another("r", began, pb.GenerateRequest(**SAME, request_id="r", resume_after=[3]))
+    with pytest.raises(AlreadyExists, match=words):
+        refuse_another("r", began, pb.GenerateRequest(**{**SAME, **changes}))

@@ -44,7 +44,7 @@ async def test_openings_events_and_usage() -> None:
 async def test_the_last_end_carries_the_total() -> None:
     """On the wire: one `started` that says how many, one `finished` a sample, the total in the last one alone."""
     async with harness(FakeVerifier()) as stack:
-        stub = stack.client._stub()
+        stub = stack.client._stub(0)
         request = pb.GenerateRequest(token_ids={"ids": PROMPT}, sampling={"temperature": 1}, n=3)
         request.stopping.max_new_tokens = 5
         events = [event async for event in stub.Generate(request)]

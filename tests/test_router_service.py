@@ -157,15 +157,16 @@ async def test_repeated_id_joins_and_replays() -> None:
 
 
 async def test_replay_can_be_off() -> None:
-    """With replay_seconds 0 a repeated id is generated again, to the same tokens under the seed that was drawn."""
+    """With replay_seconds 0 a router keeps nothing; for a moment a repeated id is told again from its record."""
     verifier = FakeVerifier()
     async with harness(verifier, replay_seconds=0) as stack:
         options = {"token_ids": PROMPT, "max_new_tokens": 8, "request_id": IDENTIFIER, "temperature": 1.0}
         one = await stack.client.generate(**options)
         other = await stack.client.generate(**options)
-        assert (one.token_ids, one.seed) == (other.token_ids, other.seed)
-        assert len(verifier.opened) == 2
-        assert stack.metrics.resumed == 1
+        assert (one.token_ids, one.seed, one.text) == (other.token_ids, other.seed, other.text)
+        assert len(verifier.opened) == 1
+        assert (stack.metrics.attached, stack.metrics.resumed) == (0, 1)
+        assert 0 < await stack.router.redis.pttl(f"graftree:v1:{{s:{IDENTIFIER}}}:record") <= 1000
 
 
 @pytest.mark.parametrize("moment", ["before the first token", "mid run"])

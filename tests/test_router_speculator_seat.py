@@ -42,7 +42,6 @@ class Bench:
         self.now, self.link, self.heard = 0.0, Link(), list[TreeDelta]()
         plan = GenerationPlan(
             request_id="r",
-            digest=b"",
             parameters=b"",
             prompt_token_ids=(1, 2),
             sampling=GREEDY,

@@ -91,10 +91,10 @@ def test_length_limit_inside_a_run(limit: int) -> None:
 def test_stop_string_over_tokens_and_runs() -> None:
     """The text ends before the string, the tokens with the one that completed it; held-back text never leaks."""
     stopper = Stopper(StopRules(100, stop_strings=("abcab",)), Letters())
-    assert stopper.take([5, 0]) == Delivery(2, "c", None)
-    assert stopper.take([1, 5]) == Delivery(2, "", None)
+    assert stopper.take([5, 0]) == Delivery(2, ("c", ""), None)
+    assert stopper.take([1, 5]) == Delivery(2, ("", ""), None)
     delivery = stopper.take([0, 1, 5, 5])
-    assert delivery == Delivery(2, "", Finish(FINISH_REASON_STOP, stop_string="abcab"))
+    assert delivery == Delivery(2, ("", ""), Finish(FINISH_REASON_STOP, stop_string="abcab"))
 
 
 def test_held_back_text_comes_out_when_it_was_nothing() -> None:
@@ -103,7 +103,7 @@ def test_held_back_text_comes_out_when_it_was_nothing() -> None:
     assert stopper.take([2]).text == ""
     assert stopper.take([1]).text == "abb"
     assert stopper.take([2]).text == ""
-    assert stopper.take([5]) == Delivery(1, "abc", Finish(FINISH_REASON_LENGTH))
+    assert stopper.take([5]) == Delivery(1, ("abc",), Finish(FINISH_REASON_LENGTH))
 
 
 def test_stop_string_before_min_new_tokens_does_not_count() -> None:

@@ -31,9 +31,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("prompt", help="text to continue; - reads it from stdin")
     parser.add_argument(
         "--target",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,...]",
         default=os.environ.get("GRAFTREE_TARGET") or None,
-        help="a running router (default: $GRAFTREE_TARGET)",
+        help="a running router, or several that can go on for one another (default: $GRAFTREE_TARGET)",
     )
     add_option(parser)
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")

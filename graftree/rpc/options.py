@@ -25,7 +25,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),  # a client may want to know soon (stall_seconds)
     # The default of 1000 answers a burst with bare CANCELLED; admission is ours to decide, with RetryInfo.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),

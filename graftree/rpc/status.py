@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from graftree import errors
-from graftree.errors import GraftreeError, InvalidArgument, ResourceExhausted
+from graftree.errors import GraftreeError, InvalidArgument, LeaseLost, ResourceExhausted, Unavailable
 from graftree.v1 import common_pb2
 
 DOMAIN = "graftree"
@@ -50,12 +50,10 @@ def to_status(error: GraftreeError) -> status_pb2.Status:
             reason=error.reason,
         )
         pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, ResourceExhausted):
+    if isinstance(error, ResourceExhausted | Unavailable):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    elif isinstance(error, errors.Unavailable):
-        pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1)))
     pack(info)
     return status_pb2.Status(code=error.code.value[0], message=str(error)[:2000], details=details)
 
@@ -97,8 +95,10 @@ def _build(
     Exception.__init__(error, message)
     if isinstance(error, InvalidArgument):
         error.field, error.value, error.limit = (metadata.get(key, "") for key in ("field", "value", "limit"))
-    if isinstance(error, ResourceExhausted):
+    if isinstance(error, ResourceExhausted | Unavailable):
         error.retry_after_s = 1.0 if retry_after_s is None else retry_after_s
+    if isinstance(error, LeaseLost):
+        error.remaining_s = 0.0
     return error
 
 

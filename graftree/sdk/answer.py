@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from graftree.errors import GraftreeError, Unavailable
@@ -11,44 +12,103 @@ from graftree.v1 import generation_pb2
 
 @dataclass
 class _Sample:
-    """What has come of one sample."""
+    """What has come of one sample. `position` and `characters` are where the stream that is read now stands."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     finished: generation_pb2.GenerationFinished | None = None
+    length: int = 0  # characters of the text
+    position: int = 0
+    characters: int = 0
+
+    def take(self, chunk: Chunk) -> Chunk | None:
+        """What of a chunk is new; None = nothing."""
+        if chunk.offset != self.position:
+            raise GraftreeError(f"chunk for offset {chunk.offset} after {self.position} tokens")
+        known = min(len(chunk.token_ids), len(self.token_ids) - self.position)
+        if list(chunk.token_ids[:known]) != self.token_ids[self.position : self.position + known]:
+            raise GraftreeError(
+                f"the generation cannot be resumed: tokens from {self.position} on are others than before"
+            )
+        shown = min(len(chunk.text), self.length - self.characters)
+        self.position += len(chunk.token_ids)
+        self.characters += len(chunk.text)
+        if known or shown:
+            if known == len(chunk.token_ids) and shown == len(chunk.text):
+                return None
+            rest = (chunk.text[shown:], chunk.token_ids[known:], chunk.log_probs[known:])
+            chunk = replace(chunk, text=rest[0], token_ids=rest[1], log_probs=rest[2], offset=chunk.offset + known)
+        self.text.append(chunk.text)
+        self.length += len(chunk.text)
+        self.token_ids.extend(chunk.token_ids)
+        self.log_probs.extend(chunk.log_probs)
+        return chunk
 
 
 class Answer:
-    """What has come of one request so far. `push` takes the events in order."""
+    """What has come of one request so far. `push` takes the events in order, of one stream or of several in turn."""
 
     def __init__(self) -> None:
         self.started: generation_pb2.GenerationStarted | None = None
         self._samples = [_Sample()]
 
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample.token_ids) for sample in self._samples]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample's last event is here."""
+        return self.started is not None and all(sample.finished is not None for sample in self._samples)
+
+    def resume(self, counts: Sequence[int]) -> None:
+        """The next events are those of a stream that leaves out so many tokens of each sample."""
+        self.repeat()
+        for sample, count in zip(self._samples, counts, strict=False):
+            if count:
+                sample.position, sample.characters = len(sample.token_ids), sample.length
+
+    def repeat(self) -> None:
+        """The next events are those of a stream that begins at the beginning; what is here already is compared."""
+        for sample in self._samples:
+            sample.position = sample.characters = 0
+
     def push(self, event: generation_pb2.GenerateResponse) -> Chunk | None:
-        """Take one event; returns the chunk it carries, if it is one."""
+        """Take one event; returns what is new of the chunk it carries, if it is one."""
         kind = event.WhichOneof("event")
         if kind == "started":
-            self.started = event.started
-            self._samples = [_Sample() for _ in range(max(1, event.started.n))]
+            self._start(event.started)
         elif kind == "finished":
-            self._sample(event.finished.index).finished = event.finished
+            sample = self._sample(event.finished.index)
+            if sample.position < len(sample.token_ids):
+                raise GraftreeError(
+                    f"the generation cannot be resumed: it ends after {sample.position} tokens, "
+                    f"{len(sample.token_ids)} are here"
+                )
+            sample.finished = sample.finished or event.finished
         elif kind == "chunk":
             chunk = Chunk.from_proto(event.chunk)
-            sample = self._sample(chunk.index)
-            if chunk.offset != len(sample.token_ids):
-                raise GraftreeError(f"chunk for offset {chunk.offset} after {len(sample.token_ids)} tokens")
-            sample.text.append(chunk.text)
-            sample.token_ids.extend(chunk.token_ids)
-            sample.log_probs.extend(chunk.log_probs)
-            return chunk
+            return self._sample(chunk.index).take(chunk)
         return None
 
     def result(self) -> Result:
         """Raises: Unavailable where the stream ended before its last event."""
         first, *others = (self._result(index, sample) for index, sample in enumerate(self._samples))
         return replace(first, others=tuple(others))
+
+    def _start(self, started: generation_pb2.GenerationStarted) -> None:
+        count = max(1, started.n)
+        if self.started is None:
+            self._samples = [_Sample() for _ in range(count)]
+        elif (started.request_id, started.seed, count) != (
+            self.started.request_id,
+            self.started.seed,
+            len(self._samples),
+        ):
+            raise GraftreeError("the generation cannot be resumed: the router began another one")
+        self.started = started
 
     def _sample(self, index: int) -> _Sample:
         if index >= len(self._samples):

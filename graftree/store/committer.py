@@ -145,8 +145,7 @@ class Committer:
         """
         pack(commit.token_ids)  # refused here, so that it cannot spoil a round trip that others share
         session = self._find(commit)
-        session.output.extend(commit.token_ids)
-        session.finished = commit.finished
+        session.append(commit)
         self._mark(session)
         if self.degraded:
             self.commits_degraded += 1

@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from redis import Redis as SyncRedis
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import EqualJitterBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import (
     ClusterDownError,
+    ClusterError,
     ConnectionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,
 )
 
 from graftree.errors import ConfigError, GraftreeError, Unavailable
+from graftree.store.address import LIMIT, RedisAddress, redact
+from graftree.store.cancellable import cancellable
+from graftree.store.topologies import behind_sentinels, cluster
 
-SCHEMES = ("redis", "rediss", "unix")
-_OPTIONS = frozenset(
-    {"db", "password", "protocol", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"}
-)
-_LIMIT = "redis://[user:password@]host[:port][/db], rediss://... (TLS) or unix:///path[?db=n]"
+__all__ = ["check", "connect", "from_redis", "is_transient", "redact", "translated"]
 
 # Replies that say "not now" rather than "wrong": a replica, a server that is starting, full, or cannot save.
-_TRANSIENT = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF", "NOREPLICAS", "OOM", "BUSY")
-_TRANSIENT_ERRORS = (ConnectionError, TimeoutError, ReadOnlyError, OutOfMemoryError, ClusterDownError, OSError)
+_TRANSIENT = (
+    "READONLY",
+    "LOADING",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "MOVED",
+    "ASK",
+    "MISCONF",
+    "NOREPLICAS",
+    "OOM",
+    "BUSY",
+    "UNBLOCKED",
+)
+_TRANSIENT_ERRORS = (
+    ConnectionError,
+    TimeoutError,
+    ReadOnlyError,
+    OutOfMemoryError,
+    ClusterDownError,
+    ClusterError,
+    RedisClusterException,
+    OSError,
+)
+_ERRORS = (RedisError, RedisClusterException, OSError)  # RedisClusterException is no RedisError
 
 
 def connect(
@@ -48,21 +70,26 @@ def connect(
     """A client for `url`. Nothing is sent before its first command.
 
     Every wait is bounded: connecting, each reply, and a free connection of the pool take at most `timeout_seconds`;
-    a command that met a broken connection is sent once more after a short random pause.
+    a command that met a broken connection is sent once more after a short random pause. Behind Sentinels and in a
+    cluster the client follows a failover.
 
     Args:
-        url: redis://, rediss:// or unix://.
+        url: of one server, of Sentinels or of a cluster (`graftree.store.address`).
         timeout_seconds: longest wait for a connection and for a reply.
-        max_connections: most connections held at once.
+        max_connections: most connections held at once, of one server.
         key: the configuration key that `url` came from.
         credentials: asked for user and password at each connection; None = those of the URL, if any.
 
     Raises:
         ConfigError: names `key`; a password in the URL is not repeated.
     """
-    _check(url, key)
-    if credentials is not None and "@" in urlsplit(url).netloc:
+    address = RedisAddress.parse(url, key)
+    if credentials is not None and (address.user or address.password):
         raise ConfigError(key, redact(url), "without user and password, because they come from a file")
+    if address.kind == "sentinel":
+        return behind_sentinels(address, timeout_seconds, credentials)
+    if address.kind == "cluster":
+        return cluster(address, timeout_seconds, credentials)
     try:
         pool = BlockingConnectionPool.from_url(
             url,
@@ -75,33 +102,9 @@ def connect(
             retry=Retry(EqualJitterBackoff(cap=0.05, base=0.005), retries=1),
         )
     except (ValueError, TypeError):
-        raise ConfigError(key, redact(url), _LIMIT) from None
-    pool.connection_class = _CLASSES[pool.connection_class]
+        raise ConfigError(key, redact(url), LIMIT) from None
+    pool.connection_class = cancellable(pool.connection_class)
     return Redis.from_pool(pool)
-
-
-class _Cancellable(AbstractConnection):
-    """A connection whose writes never lose a cancellation.
-
-    redis-py bounds a write by `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives in the
-    turn in which the write ends: the task goes on, and whoever waits for its end waits for ever.
-    """
-
-    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
-        seconds, self.socket_timeout = self.socket_timeout, None  # without one, no wait_for
-        try:
-            async with asyncio.timeout(seconds):
-                await super().send_packed_command(command, check_health)
-        except builtins.TimeoutError:
-            raise TimeoutError("Timeout writing to socket") from None
-        finally:
-            self.socket_timeout = seconds
-
-
-_CLASSES: dict[type[AbstractConnection], type[AbstractConnection]] = {
-    cls: type(f"Cancellable{cls.__name__}", (_Cancellable, cls), {})
-    for cls in (Connection, SSLConnection, UnixDomainSocketConnection)
-}
 
 
 def check(url: str) -> None:
@@ -111,22 +114,17 @@ def check(url: str) -> None:
         ConfigError: `url` is none.
         Unavailable: nobody answers, with the address and the reason.
     """
-    _check(url, "redis")
-    try:
-        with SyncRedis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0) as redis:
-            redis.ping()
-    except (RedisError, OSError) as error:
-        raise Unavailable(f"redis {redact(url)} does not answer: {type(error).__name__}: {error}") from error
+    RedisAddress.parse(url)
 
+    async def ask() -> None:
+        async with connect(url, timeout_seconds=2.0) as redis:
+            await redis.ping()
 
-def redact(url: str) -> str:
-    """`url` fit for a log: without user, password and options."""
-    try:
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-    except ValueError:
-        return "(malformed)"
-    return f"{parts.scheme}://{host}{parts.path}" if parts.scheme in SCHEMES else "(malformed)"
+    with ThreadPoolExecutor(1) as thread:  # whoever calls may have a loop of his own
+        try:
+            thread.submit(asyncio.run, ask()).result()
+        except _ERRORS as error:
+            raise Unavailable(f"redis {redact(url)} does not answer: {_words(error)}") from error
 
 
 def is_transient(error: BaseException) -> bool:
@@ -139,7 +137,13 @@ def is_transient(error: BaseException) -> bool:
 def from_redis(error: BaseException) -> GraftreeError:
     """The Graftree error that stands for a redis-py one."""
     kind = Unavailable if is_transient(error) else GraftreeError
-    return kind(f"Redis: {type(error).__name__}: {error}")
+    return kind(f"Redis: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    # What no Sentinel knows is followed by all that each of them was asked with.
+    text = str(error).partition(" : <")[0] if isinstance(error, MasterNotFoundError) else str(error)
+    return f"{type(error).__name__}: {text}"
 
 
 @contextmanager
@@ -147,27 +151,5 @@ def translated() -> Iterator[None]:
     """Raises Unavailable where Redis cannot be reached or cannot write now, GraftreeError for its other errors."""
     try:
         yield
-    except (RedisError, OSError) as error:
+    except _ERRORS as error:
         raise from_redis(error) from error
-
-
-def _check(url: str, key: str) -> None:
-    try:
-        parts: SplitResult = urlsplit(url)
-        port = parts.port
-        options = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError:
-        raise ConfigError(key, redact(url), _LIMIT) from None
-    database = parts.path.strip("/") if parts.scheme != "unix" else ""
-    problem = (
-        parts.scheme not in SCHEMES
-        or (parts.scheme == "unix" and len(parts.path) < 2)
-        or (parts.scheme != "unix" and (not parts.hostname or port == 0))
-        or (database != "" and not database.isdecimal())
-        or bool(parts.fragment)
-    )
-    if problem:
-        raise ConfigError(key, redact(url), _LIMIT)
-    for name, _ in options:
-        if name not in _OPTIONS:
-            raise ConfigError(key, redact(url), f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")

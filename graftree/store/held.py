@@ -28,6 +28,7 @@ class HeldSession:
         cannot be written again.
     base: output tokens before output[0].
     output: the output, as far as it is held.
+    log_probs: of the output, as many bytes for each token.
     saved: output tokens that Redis has.
     finished, finish_saved: nothing follows; Redis knows that.
     touched: event loop time of the last acknowledged write.
@@ -47,12 +48,15 @@ class HeldSession:
     touched: float = 0.0
     waiters: list[Waiter] = field(default_factory=list)
     error: GraftreeError | None = None
+    log_probs: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def of(cls, record: SessionRecord, *, saved: int) -> HeldSession:
-        bare = replace(record, token_ids=(), finished=False)
+        bare = replace(record, token_ids=(), finished=False, log_probs=b"")
         output = list(record.token_ids)
-        return cls(record.session_id, record.epoch, record.owner, bare, 0, output, saved, record.finished)
+        held = cls(record.session_id, record.epoch, record.owner, bare, 0, output, saved, record.finished)
+        held.log_probs.extend(record.log_probs)
+        return held
 
     @classmethod
     def from_commit(cls, commit: Commit) -> HeldSession:
@@ -67,15 +71,29 @@ class HeldSession:
         """Whether Redis has yet to learn that it finished."""
         return self.finished and not self.finish_saved and self.error is None
 
+    def append(self, commit: Commit) -> None:
+        """Take over what it brings."""
+        self.output.extend(commit.token_ids)
+        self.log_probs.extend(commit.log_probs)
+        self.finished = commit.finished
+
     def unsaved(self) -> Commit:
         """What Redis lacks; may be no tokens."""
-        tokens = tuple(self.output[self.saved - self.base :])
-        return Commit(self.session_id, self.epoch, self.saved, tokens, self.finished, self.owner)
+        first = self.saved - self.base
+        tokens, log_probs = tuple(self.output[first:]), self._log_probs(first, len(self.output))
+        return Commit(self.session_id, self.epoch, self.saved, tokens, self.finished, self.owner, log_probs=log_probs)
 
     def whole(self, commit: Commit) -> Commit:
         """All that Redis would have after `commit`, with the record: for a Redis that lost it."""
         end = commit.length + len(commit.token_ids)
-        return replace(commit, length=0, token_ids=tuple(self.output[:end]), record=self.record)
+        output, log_probs = tuple(self.output[:end]), self._log_probs(0, end)
+        return replace(commit, length=0, token_ids=output, record=self.record, log_probs=log_probs)
+
+    def _log_probs(self, first: int, end: int) -> bytes:
+        if not self.log_probs:
+            return b""
+        size = len(self.log_probs) // len(self.output)
+        return bytes(self.log_probs[first * size : end * size])
 
     def saw(self, commit: Commit, now: float) -> None:
         """Redis has acknowledged `commit`."""

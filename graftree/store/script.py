@@ -50,5 +50,6 @@ class Script:
     async def _pipeline(self, redis: Redis, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]) -> list[Any]:
         async with redis.pipeline(transaction=False) as pipeline:
             for keys, arguments in calls:
-                pipeline.evalsha(self.sha, len(keys), *keys, *arguments)
+                # Not pipeline.evalsha: redis-py refuses that method in a cluster, where it does no harm.
+                pipeline.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
             return await pipeline.execute(raise_on_error=False)

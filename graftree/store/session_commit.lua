@@ -1,14 +1,16 @@
 -- Appends tokens if (epoch, length) are the record's own: compare and set. Renews the lease.
 -- A repeat is answered as the first was: tokens that are there already, from the same length on, are not appended
--- again. With a whole record in ARGV[8...] it is written where there is none, as after an empty restart.
--- KEYS: record, tokens.  ARGV: epoch, owner or '', length, tokens, finished, lease ms, ttl ms, field, value, ...
+-- again. With a whole record in ARGV[9...] it is written where there is none, as after an empty restart. Log probabilities
+-- are as many bytes for each token, or none at all.
+-- KEYS: record, tokens, log probabilities.  ARGV: epoch, owner or '', length, tokens, finished, lease ms, ttl ms, log
+-- probabilities of the tokens, field, value, ...
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'finished')
 if not held[1] then
-  if #ARGV == 7 then
+  if #ARGV == 8 then
     return { 'MISSING' }
   end
-  redis.call('HSET', KEYS[1], unpack(ARGV, 8))
-  redis.call('DEL', KEYS[2])
+  redis.call('HSET', KEYS[1], unpack(ARGV, 9))
+  redis.call('DEL', KEYS[2], KEYS[3])
 elseif held[1] ~= ARGV[1] or held[2] == '' or (ARGV[2] ~= '' and held[2] ~= ARGV[2]) then
   return { 'FENCED', held[1], held[2] }
 end
@@ -27,6 +29,9 @@ if length < last then
     return { 'STALE', length / 4 }
   end
   redis.call('APPEND', KEYS[2], string.sub(ARGV[4], known + 1))
+  if #ARGV[8] > 0 then
+    redis.call('APPEND', KEYS[3], string.sub(ARGV[8], known * (#ARGV[8] / #ARGV[4]) + 1))
+  end
 end
 local time = redis.call('TIME')
 local lease = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[6])
@@ -35,6 +40,7 @@ if ARGV[5] == '1' then
 else
   redis.call('HSET', KEYS[1], 'lease', lease)
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[7])
-redis.call('PEXPIRE', KEYS[2], ARGV[7])
+for _, key in ipairs(KEYS) do
+  redis.call('PEXPIRE', key, ARGV[7])
+end
 return { 'OK' }

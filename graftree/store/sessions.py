@@ -2,11 +2,13 @@
 
     graftree:v1:{s:<session id>}:record   hash    prompt, parameters, seed, salt, epoch, owner, lease, finished
     graftree:v1:{s:<session id>}:tokens   string  the output so far, int32 little endian, appended to
+    graftree:v1:{s:<session id>}:log_probs  string  as many bytes for each token, where its request wants them
 
 The samples of a request behind its first one have ids that end in #1, #2, ...; that stands behind the braces.
-Both keys share a hash tag, so a session lives on one node of a Redis Cluster, and both expire `ttl_seconds` after
-the last write. `epoch` counts owners and `lease` is the time, by Redis' own clock, until which nobody else may
-acquire the session. Every change of state is one Lua script, so it happens whole or not at all.
+The keys share a hash tag, so a session lives on one node of a Redis Cluster, and expire `ttl_seconds` after the last
+write, those of a finished session `finished_seconds` after it. `epoch` counts owners and `lease` is the time, by
+Redis' own clock, until which nobody else may acquire the session without force. Every change of state is one Lua
+script, so it happens whole or not at all.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class SessionRecord:
         epoch: counts owners, from 1.
         owner: pod id of the router that has the lease; empty after a release.
         finished: no token will follow.
+        log_probs: of the output, as many bytes for each token; what they mean is the router's business.
     """
 
     session_id: str
@@ -58,6 +61,7 @@ class SessionRecord:
     epoch: int
     owner: str
     finished: bool
+    log_probs: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Commit:
         owner: if given, must be the record's owner too.
         record: if given, written (up to and with these tokens) where Redis has no record, as after an empty
             restart; `length` is then 0 and `token_ids` the whole output.
+        log_probs: of these tokens, as many bytes for each; empty where the session has none.
     """
 
     session_id: str
@@ -81,6 +86,7 @@ class Commit:
     finished: bool = False
     owner: str = ""
     record: SessionRecord | None = None
+    log_probs: bytes = b""
 
 
 class SessionStore:
@@ -91,11 +97,15 @@ class SessionStore:
     Args:
         redis: with binary replies (`graftree.store.connection.connect`).
         ttl_seconds: how long a record is kept after its last write.
+        finished_seconds: the same of a finished session; None = `ttl_seconds`.
     """
 
-    def __init__(self, redis: Redis, *, ttl_seconds: float) -> None:
+    def __init__(self, redis: Redis, *, ttl_seconds: float, finished_seconds: float | None = None) -> None:
         self.redis = redis
         self._ttl = _milliseconds("ttl_seconds", ttl_seconds)
+        self._finished_ttl = self._ttl
+        if finished_seconds is not None:
+            self._finished_ttl = _milliseconds("finished_seconds", finished_seconds)
         self._create = Script("session_create")
         self._load = Script("session_load")
         self._acquire = Script("session_acquire")
@@ -111,7 +121,8 @@ class SessionStore:
         """
         lease = _milliseconds("lease_seconds", lease_seconds)
         # The nonce makes a repeat of this very call, after a lost reply, succeed as the first did.
-        arguments = [secrets.token_hex(8), lease, self._ttl, pack(record.token_ids), *_fields(record)]
+        output = (pack(record.token_ids), record.log_probs)
+        arguments = [secrets.token_hex(8), lease, self._ttl, *output, *_fields(record)]
         with translated():
             reply = await self._create.run(self.redis, _keys(record.session_id), arguments)
         if reply[0] == b"EXISTS":
@@ -121,24 +132,31 @@ class SessionStore:
         """The record, or None."""
         with translated():
             reply = await self._load.run(self.redis, _keys(session_id), ())
-        return None if reply[0] == b"MISSING" else _record(session_id, reply[1], reply[2])
+        return None if reply[0] == b"MISSING" else _record(session_id, *reply[1:4])
 
-    async def acquire(self, session_id: str, owner: str, lease_seconds: float) -> SessionRecord:
+    async def acquire(
+        self, session_id: str, owner: str, lease_seconds: float, *, force: bool = False
+    ) -> SessionRecord:
         """Make `owner` the owner, under the next epoch: whoever had the session can never write to it again.
 
+        Args:
+            force: take it from an owner whose lease is live, too.
+
         Raises:
-            LeaseLost: another owner's lease is live.
+            LeaseLost: another owner's lease is live; says for how long.
             NotFound: no such record.
         """
         lease = _milliseconds("lease_seconds", lease_seconds)
+        arguments = (_owner(owner), lease, self._ttl, int(force), self._finished_ttl)
         with translated():
-            reply = await self._acquire.run(self.redis, _keys(session_id), (_owner(owner), lease, self._ttl))
+            reply = await self._acquire.run(self.redis, _keys(session_id), arguments)
         if reply[0] == b"MISSING":
             raise NotFound(f"session {session_id} is unknown")
         if reply[0] == b"HELD":
             holder, remaining = reply[1].decode(), int(reply[2])
-            raise LeaseLost(f"session {session_id} belongs to {holder} for another {remaining} ms")
-        return _record(session_id, reply[1], reply[2])
+            text = f"session {session_id} belongs to {holder} for another {remaining} ms"
+            raise LeaseLost(text, remaining_s=remaining / 1000)
+        return _record(session_id, *reply[1:4])
 
     async def commit(self, commits: Sequence[Commit], lease_seconds: float) -> list[GraftreeError | None]:
         """Append to many sessions in one round trip, each by compare-and-set, and renew their leases.
@@ -180,7 +198,8 @@ class SessionStore:
             pack(commit.token_ids),
             int(commit.finished),
             lease,
-            self._ttl,
+            self._finished_ttl if commit.finished else self._ttl,
+            commit.log_probs,
         ]
         return arguments if commit.record is None else arguments + _fields(commit.record)
 
@@ -198,12 +217,12 @@ def unpack(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 4}i", data)
 
 
-def _keys(session_id: str) -> tuple[str, str]:
+def _keys(session_id: str) -> tuple[str, str, str]:
     match = _SESSION_ID.fullmatch(session_id)
     if match is None:
         raise InvalidArgument("session_id", session_id[:128], "1 to 128 of A-Z a-z 0-9 . _ : -")
     prefix = f"{SCHEMA}:{{s:{match[1]}}}{match[2] or ''}"
-    return f"{prefix}:record", f"{prefix}:tokens"
+    return f"{prefix}:record", f"{prefix}:tokens", f"{prefix}:log_probs"
 
 
 def _owner(owner: str) -> str:
@@ -240,7 +259,7 @@ def _fields(record: SessionRecord) -> list[Argument]:
     ]
 
 
-def _record(session_id: str, flat: Sequence[bytes], tokens: bytes) -> SessionRecord:
+def _record(session_id: str, flat: Sequence[bytes], tokens: bytes, log_probs: bytes) -> SessionRecord:
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
     try:
         return SessionRecord(
@@ -254,6 +273,7 @@ def _record(session_id: str, flat: Sequence[bytes], tokens: bytes) -> SessionRec
             epoch=int(fields[b"epoch"]),
             owner=fields[b"owner"].decode(),
             finished=fields[b"finished"] == b"1",
+            log_probs=log_probs,
         )
     except (KeyError, ValueError, struct.error) as error:
         raise GraftreeError(f"session {session_id}: damaged record: {type(error).__name__}") from error
