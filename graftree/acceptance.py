@@ -269,6 +269,7 @@ def accept(
     *,
     rule: Rule = Rule.TARGET_ONLY,
     proposals: Mapping[int, Sequence[Proposals]] | None = None,
+    picks: Sequence[int] | None = None,
 ) -> Acceptance:
     """Walk the tree from its root.
 
@@ -280,6 +281,7 @@ def accept(
         rule: the session's.
         proposals: node index or `ROOT` -> its speculators' proposals in canonical order, for rules that test draws. A
             draw needs no node: where it is accepted without one, it is the bonus token.
+        picks: what `choose` gives at the root and at each node, where that is known already; -1 = it is not.
 
     Raises:
         GraftreeError: the LLM's logits at the root are not finite, or no token is left there.
@@ -288,6 +290,8 @@ def accept(
 
     def token_at(node: int, path: Sequence[int]) -> int:
         if rule is Rule.TARGET_ONLY or params.greedy:
+            if picks is not None and picks[node - ROOT] >= 0:
+                return int(picks[node - ROOT])
             return choose(logits(node), params, context, path)
         log_p = process(logits(node), params, context, path)
         return choose_token(rule, log_p, proposed.get(node, ()), params, len(context) + len(path))

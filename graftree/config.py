@@ -164,6 +164,11 @@ class VerifierConfig(PodConfig, KvStoreConfig):
         description="share of what a session may still generate that KV is reserved for when it opens; below 1 more "
         "sessions fit, and where KV runs short the last one is preempted and goes on later",
     )
+    cuda_graphs: Annotated[str, Field(pattern="^(auto|on|off)$")] = Field(
+        "auto",
+        description="record steps and replay them: auto = on a GPU; on = also on a CPU, which pads steps likewise "
+        "and gains nothing by it; deterministic steps are not recorded",
+    )
     deterministic: bool = Field(
         False,
         description="whether a token's logits are bit for bit the same whatever shares the step and whatever tree it "

@@ -245,6 +245,7 @@ VERIFIER: dict[str, tuple[Any, Callable[[VerifierPod], Awaitable[Readings]], Cal
     "step_tokens": (8, a_long_prompt_twice, plain("graftree_verifier_forwards_total")),
     "prefix_cache": (False, a_long_prompt_twice, plain("graftree_prefix_cache_hits_total")),
     "kv_reserve": (0.0, two_sessions, plain("graftree_kv_cache_usage_perc")),
+    "cuda_graphs": ("on", a_long_prompt_twice, plain("graftree_verifier_replayed_steps_total")),
     "deterministic": (True, sizes_of_steps, plain("sizes")),
     "step_time_seconds": (0, nothing, lambda after: bool(after["graftree_verifier_step_seconds"])),
     "threads": (2, threads_of_a_forward, plain("threads")),

@@ -1,4 +1,13 @@
-"""How many tokens of KV cache a verifier takes when nobody says."""
+"""How many tokens of KV cache a verifier takes when nobody says, and what else of a GPU's memory is planned.
+
+On a CPU the cache is a share of what is free. On a GPU nobody shares: of what the weights have left free
+
+    a margin        GPU_MARGIN of the whole: the driver's own, libraries' work space, what lies in pieces
+    one step        activations and logits of `step_tokens` rows, and what sampling works on (`step_bytes`)
+    recorded steps  GRAPH_SHARE of the whole, where steps are recorded (`graph_bytes`)
+
+are set aside and the rest is cache, so that no step runs out of memory.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +17,69 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from graftree.device_sampling import SCRATCH_BYTES
+
 CPU_SHARE = 0.25  # several pods may share a machine, and the page cache holds weights
-GPU_SHARE = 0.9  # the weights are loaded; activations of a step fit in the rest
 CPU_LIMIT_BYTES = 8 << 30
+GPU_MARGIN = 0.03
+GRAPH_SHARE = 1 / 32
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def kv_tokens(*, bytes_per_token: int, device: torch.device, max_sessions: int, max_context: int) -> int:
-    """What `max_sessions` of full length need, bounded by a share of the memory that is free.
+def kv_tokens(
+    *,
+    bytes_per_token: int,
+    device: torch.device,
+    max_sessions: int,
+    max_context: int,
+    step_bytes: int = 0,
+    graph_bytes: int = 0,
+) -> int:
+    """What `max_sessions` of full length need, bounded by the memory that is there.
 
     Args:
         bytes_per_token: keys and values of one token over all layers.
         device: where the cache will be.
         max_sessions: sessions open at once.
         max_context: tokens of the longest.
+        step_bytes, graph_bytes: set aside on a GPU.
     """
     if device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        room = gpu_room(free=free, total=total, step_bytes=step_bytes, graph_bytes=graph_bytes)
     else:
         room = min(int(free_memory() * CPU_SHARE), CPU_LIMIT_BYTES)
     return min(max_sessions * max_context, room // bytes_per_token)
+
+
+def gpu_room(*, free: int, total: int, step_bytes: int, graph_bytes: int) -> int:
+    """Bytes for the cache of a GPU that holds the weights already; 0 = there is no room."""
+    return max(0, free - int(total * GPU_MARGIN) - step_bytes - graph_bytes)
+
+
+def graph_bytes(cuda_graphs: str, device: torch.device) -> int:
+    """What recorded steps may take; 0 = none are recorded.
+
+    Args:
+        cuda_graphs: auto = on a GPU, on, off.
+        device: of the model.
+    """
+    if cuda_graphs == "off" or (cuda_graphs == "auto" and device.type != "cuda"):
+        return 0
+    return int(torch.cuda.mem_get_info(device)[1] * GRAPH_SHARE) if device.type == "cuda" else 1
+
+
+def step_bytes(model: PreTrainedModel, rows: int) -> int:
+    """What the largest step takes beside weights and cache.
+
+    Of each row one layer's states at a time, some of them twice, and logits: as the model gives them, in float32, and
+    once more in the order that they are sampled in.
+    """
+    config, size = model.config, int(model.dtype.itemsize)
+    hidden, inner = int(config.hidden_size), int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size)
+    states = 6 * hidden + 3 * max(hidden, bytes_per_token(model) // (2 * config.num_hidden_layers * size)) + 3 * inner
+    return rows * (states * size + int(config.vocab_size) * (size + 8)) + SCRATCH_BYTES
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

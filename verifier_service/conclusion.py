@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from verifier_service.reservation import Cache
 from verifier_service.session import Session, Share, Step
 
 
-def conclude(share: Share, step: Step, logits: Any, kv: Cache) -> verification_pb2.Verdict:
+def conclude(
+    share: Share, step: Step, logits: Any, kv: Cache, picks: Sequence[int] | None = None
+) -> verification_pb2.Verdict:
     """Walk the step's tree, move the accepted rows into place, commit the tokens.
 
     Args:
@@ -23,6 +25,7 @@ def conclude(share: Share, step: Step, logits: Any, kv: Cache) -> verification_p
         step: the share's.
         logits: (1 + nodes, V) the root's, then each node's.
         kv: where the rows are.
+        picks: tokens that were chosen on the logits' device already (`verifier_service.picker`).
 
     Returns:
         The verdict without its timings.
@@ -38,7 +41,15 @@ def conclude(share: Share, step: Step, logits: Any, kv: Cache) -> verification_p
             rows[node] = np.asarray(logits[node - ROOT].cpu())
         return rows[node]
 
-    acceptance = accept(step.tree, row, session.params, session.context, rule=session.rule, proposals=step.proposals)
+    acceptance = accept(
+        step.tree,
+        row,
+        session.params,
+        session.context,
+        rule=session.rule,
+        proposals=step.proposals,
+        picks=picks,
+    )
     count = len(acceptance.nodes)
     log_probs = _log_probs(session, acceptance, row)
     kv.move_rows(session.blocks, [root_row + node for node in acceptance.nodes], range(root_row, root_row + count))

@@ -37,6 +37,7 @@ from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.conclusion import conclude
 from verifier_service.counters import Counters
 from verifier_service.kv_exchange import Exchange, Remote
+from verifier_service.picker import Picker, Picks
 from verifier_service.reservation import Cache, Reservations
 from verifier_service.scheduler import Scheduler
 from verifier_service.session import Answer, Session, Share, Step, Stream
@@ -80,6 +81,7 @@ class Engine:
         step_times: StepTimes | None = None,
         remote: Remote | None = None,
         tracer: Tracer = NO_TRACER,
+        sample_on_device: bool = False,
         clock: Clock = time.monotonic_ns,
     ) -> None:
         """
@@ -93,6 +95,7 @@ class Engine:
             step_times: follows what forwards take; None = nothing was measured.
             remote: where KV blocks of closed sessions and other verifiers are; None = nowhere.
             tracer: of sessions and steps.
+            sample_on_device: choose tokens as on a GPU (`verifier_service.picker`) where the model is on a CPU too.
             clock: monotonic nanoseconds.
         """
         self.counters = Counters()
@@ -112,6 +115,7 @@ class Engine:
             counters=self.counters,
         )
         self.exchange = None if remote is None else self._exchange(remote)
+        self._picker = Picker(self._spec, everywhere=sample_on_device)
         self._spans = Spans(tracer)
         self._answers: dict[Stream, list[Answer]] = {}
         self._awaited: set[Session] = set()
@@ -198,6 +202,7 @@ class Engine:
         started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
             outputs = self._runner.forward([share.rows() for share in shares])
+            picked = self._picker.pick(shares, outputs)
         except Exception as error:
             log.exception("forward failed", sessions=len(shares), rows=sum(map(len, shares)))
             for share in shares:
@@ -207,7 +212,7 @@ class Engine:
         forwarded = self._clock()
         self.counters.forwards += 1
         self.counters.forward_ns += forwarded - started
-        for share, logits in zip(shares, outputs, strict=True):
+        for share, logits, picks in zip(shares, outputs, picked, strict=True):
             session = share.session
             session.cached += share.chain
             self.counters.rows += len(share)
@@ -216,7 +221,7 @@ class Engine:
                 self._publish(session)
                 continue
             try:
-                verdict = self._conclude(share, share.step, logits, started, forwarded)
+                verdict = self._conclude(share, share.step, logits, picks, started, forwarded)
             except Exception as error:
                 if not isinstance(error, GraftreeError):
                     log.exception("acceptance failed")
@@ -332,10 +337,10 @@ class Engine:
             self._join(waiting)
 
     def _conclude(
-        self, share: Share, step: Step, logits: Any, started: int, forwarded: int
+        self, share: Share, step: Step, logits: Any, picks: Picks, started: int, forwarded: int
     ) -> verification_pb2.Verdict:
         begun = self._clock()
-        verdict = conclude(share, step, logits, self._runner.kv)
+        verdict = conclude(share, step, logits, self._runner.kv, picks)
         self.counters.count_step(len(step.tree), len(verdict.accepted_nodes))
         now = self._clock()
         verdict.timings.CopyFrom(

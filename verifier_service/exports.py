@@ -26,6 +26,11 @@ def _step_seconds(pod: VerifierPod) -> dict[tuple[str, ...], float]:
     return {} if latest is None else {(str(rows),): latest.seconds(rows) for rows in (1, 8, 32, 128)}
 
 
+def _replayed(pod: VerifierPod) -> float:
+    graphs = getattr(pod.runner, "graphs", None)
+    return 0 if graphs is None else int(graphs.counts.replayed)
+
+
 _APART = ("forward_ns", "prefix_cache_queries", "prefix_cache_hits")
 
 EXPORTS: list[Export[VerifierPod]] = [
@@ -68,6 +73,12 @@ EXPORTS: list[Export[VerifierPod]] = [
         "What a step of so many rows takes, as routers are told; measured at the start, followed since.",
         _step_seconds,
         labels=("rows",),
+    ),
+    Export(
+        "graftree_verifier_replayed_steps_total",
+        "counter",
+        "Forwards that were replayed from a CUDA graph; over forwards, the share that Python did not launch.",
+        _replayed,
     ),
     Export("graftree_verifier_kv_blocks", "gauge", "KV blocks in all.", lambda pod: pod.runner.pool.num_blocks),
     Export(

@@ -37,16 +37,23 @@ def load_runner(config: VerifierConfig) -> Runner:
     loaded = load(uri, dtype=config.dtype, device=config.device)
     if not loaded.spec.max_context:
         raise Incompatible(f"{uri}: its configuration names no context length")
+    graph_bytes = 0 if config.deterministic else capacity.graph_bytes(config.cuda_graphs, loaded.model.device)
     tokens = config.kv_tokens or capacity.kv_tokens(
         bytes_per_token=capacity.bytes_per_token(loaded.model),
         device=loaded.model.device,
         max_sessions=config.max_sessions,
         max_context=loaded.spec.max_context,
+        step_bytes=capacity.step_bytes(loaded.model, config.step_tokens),
+        graph_bytes=graph_bytes,
     )
     if tokens < config.block_size:
         raise ConfigError("kv_tokens", tokens, f"at least one block of {config.block_size} tokens; is memory short?")
     runner = TreeRunner(
-        loaded, kv_tokens=tokens, block_size=config.block_size, deterministic=config.deterministic
+        loaded,
+        kv_tokens=tokens,
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+        graph_bytes=graph_bytes,
     )
     _warm_up(runner, config)
     return runner
@@ -70,6 +77,7 @@ def _warm_up(runner: TreeRunner, config: VerifierConfig) -> None:
     limit = min(runner.spec.max_context, config.step_tokens, runner.pool.num_blocks * config.block_size)
     blocks = runner.pool.allocate(-(-min(limit, max(_WARM_UP_ROWS)) // config.block_size))
     begun = time.monotonic()
+    runner.prepare()
     for count in _WARM_UP_ROWS:
         if count <= limit:
             runner.forward([chain_rows(blocks, 0, [0] * count, logits=range(count))])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 import structlog
 
-from graftree.models.runner import TreeRunner, chain_rows
+from graftree.models.rows import Rows, chain_rows
+from graftree.models.runner import TreeRunner
 from graftree.step_time import Sample, StepTime
 
 log = structlog.get_logger(__name__)
@@ -47,20 +48,21 @@ def measure(
     Returns:
         None: there was no time.
     """
-    ends, best = clock() + seconds, dict[Shape, float]()
+    best = dict[Shape, float]()
     shapes = [shape for shape in _SHAPES if shape[0] + shape[2] <= runner.spec.max_context]
     room = min(runner.pool.free_blocks, max((sum(_blocks(shape, runner)) for shape in shapes), default=0))
     blocks = runner.pool.allocate(room)
     runner.kv.clear(blocks)
+    batches = {
+        shape: _batch(shape, runner, blocks)
+        for shape in shapes
+        if shape[0] * shape[1] <= step_tokens and sum(_blocks(shape, runner)) <= room
+    }
     try:
-        for shape in shapes * _ROUNDS:
-            rows, sequences, context = shape
-            if rows * sequences > step_tokens or sum(_blocks(shape, runner)) > room:
-                continue
-            batch = [
-                chain_rows(blocks[end - count : end], context, [0] * rows, logits=range(rows))
-                for count, end in zip(_blocks(shape, runner), accumulate(_blocks(shape, runner)), strict=True)
-            ]
+        for batch in batches.values():
+            runner.prepare(batch)
+        ends = clock() + seconds
+        for shape, batch in list(batches.items()) * _ROUNDS:
             begun = clock()
             if begun >= ends:
                 break
@@ -82,6 +84,16 @@ def measure(
         shapes=len(samples),
     )
     return model
+
+
+def _batch(shape: Shape, runner: TreeRunner, blocks: Sequence[int]) -> list[Rows]:
+    """A step of a shape, in the first of these blocks."""
+    rows, _, context = shape
+    counts = _blocks(shape, runner)
+    return [
+        chain_rows(blocks[end - count : end], context, [0] * rows, logits=range(rows))
+        for count, end in zip(counts, accumulate(counts), strict=True)
+    ]
 
 
 def _blocks(shape: Shape, runner: TreeRunner) -> list[int]:

@@ -7,9 +7,10 @@ The rows of all sequences are packed into one [1, N] batch with explicit positio
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,19 +18,29 @@ from torch import Tensor
 
 from graftree.errors import GraftreeError, Incompatible, InvalidArgument
 from graftree.models.attention import ATTENTION, STEP, Step, attend
+from graftree.models.bundle import to_device
 from graftree.models.fused import PlainLinear, fuse_layers
+from graftree.models.graphs import StepGraphs, attention_for, recorder_for
 from graftree.models.packed import PackedLinear, can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
 from graftree.models.rows import Rows as Rows
 from graftree.models.rows import chain_rows as chain_rows
+from graftree.models.spec import ModelSpec
 from graftree.models.steady import Steady, agreeing, spare_blocks
+from graftree.models.step_inputs import step_arrays, step_layout
 from graftree.models.support import TESTED_FAMILIES, check, window_of
 from kernels import IMPLEMENTATIONS, TreeLayout
 
-if TYPE_CHECKING:
-    from graftree.models.load import LoadedModel
-
 log = logging.getLogger(__name__)
+
+
+class Loaded(Protocol):
+    """What is needed of `graftree.models.load.LoadedModel`."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def spec(self) -> ModelSpec: ...
 
 
 class TreeRunner:
@@ -43,6 +54,11 @@ class TreeRunner:
         implementation: of `kernels.tree_attention`.
         deterministic: a row's logits get the same bits whatever shares the step (`graftree.models.steady`); attention
             is then the one made for that.
+        graph_bytes: memory that recorded steps may take (`graftree.models.graphs`); 0 = none are recorded, as of a
+            deterministic runner. On a CPU nothing is recorded, but steps run padded and from the same memory.
+
+    Attributes:
+        graphs: the recorded steps; None = there are none.
 
     Raises:
         Incompatible: the model cannot be run exactly this way; the message says why.
@@ -51,12 +67,13 @@ class TreeRunner:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: Loaded,
         *,
         kv_tokens: int,
         block_size: int = 16,
         implementation: str = "auto",
         deterministic: bool = False,
+        graph_bytes: int = 0,
     ) -> None:
         if implementation not in IMPLEMENTATIONS:
             raise InvalidArgument("implementation", implementation, f"one of {', '.join(IMPLEMENTATIONS)}")
@@ -80,7 +97,7 @@ class TreeRunner:
         heads = config.num_attention_heads
         self.kv = PagedKV(
             layers=config.num_hidden_layers,
-            num_blocks=num_blocks + (spare_blocks(block_size) if deterministic else 0),
+            num_blocks=num_blocks + (spare_blocks(block_size) if deterministic else bool(graph_bytes)),
             block_size=block_size,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -98,6 +115,7 @@ class TreeRunner:
             sizes = agreeing(self._forward, self.kv, self.spec)
             self._steady = Steady(self._forward, sizes, range(num_blocks, self.kv.num_blocks))
             log.info("steps have fixed sizes: %s rows", sizes)
+        self.graphs = self._step_graphs(num_blocks, graph_bytes) if graph_bytes and not deterministic else None
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -126,59 +144,96 @@ class TreeRunner:
             self._check(rows)
         if not any(rows.token_ids for rows in batch):
             return [self._no_logits() for _ in batch]
-        logits = self._steady.forward(batch) if self._steady else self._forward(batch)
+        with torch.inference_mode():
+            logits = None if self.graphs is None else self.graphs.forward(batch)
+            if logits is None:
+                logits = self._steady.forward(batch) if self._steady else self._forward(batch)
         self.rows_computed += sum(len(rows.token_ids) for rows in batch)
         return list(logits.split([len(rows.logits) for rows in batch]))
 
+    def prepare(self, batch: Sequence[Rows] | None = None) -> None:
+        """Record steps of a batch's size, where steps are recorded, or those that are usual; nothing of it is run."""
+        if self.graphs is None:
+            return
+        tiers = self.graphs.tiers
+        own = tiers.usual(min(self.spec.max_context, self.pool.num_blocks * self.kv.block_size))
+        if batch is not None:
+            own = [tier] if (tier := tiers.of(batch)) is not None else []
+        with torch.inference_mode():
+            self.graphs.prepare(*own)
+
     def _forward(self, batch: Sequence[Rows], wanted: int = 0, kv: PagedKV | None = None) -> Tensor:
         """One forward; at least `wanted` rows of logits, the first packed row's where fewer are asked for."""
-        step = self._step(batch)
-        token_ids, positions, rows = self._inputs(batch)
-        rows = torch.nn.functional.pad(rows, (0, max(0, wanted - len(rows))))
-        return self._run(step if kv is None else replace(step, kv=kv), token_ids, positions, rows)
+        inputs = self._inputs(batch, wanted)
+        return self._run(self._step(inputs, step_layout(batch), kv=kv), inputs)
 
     @torch.inference_mode()
-    def _run(self, step: Step, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    def _run(self, step: Step, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self._logits(step, inputs).float()
+
+    def _logits(self, step: Step, inputs: Mapping[str, Tensor]) -> Tensor:
+        """(rows, V) in the model's dtype, of the rows that `inputs` has as wanted, or of all."""
         token = STEP.set(step)
         try:
-            output = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
-            )
+            with self._on_device():
+                output = self._model(
+                    input_ids=inputs["token_ids"][None],
+                    position_ids=inputs["positions"][None],
+                    use_cache=False,
+                    logits_to_keep=inputs.get("wanted", 0),
+                )
         finally:
             STEP.reset(token)
-        return output.logits[0].float()
+        logits: Tensor = output.logits[0]
+        return logits
 
-    def _step(self, batch: Sequence[Rows]) -> Step:
-        size = self.kv.block_size
-        widest = max(len(rows.blocks) for rows in batch)
-        tables = np.zeros((len(batch), widest), np.int32)
-        slots = []
-        for index, rows in enumerate(batch):
-            tables[index, : len(rows.blocks)] = rows.blocks
-            start = rows.context_len + rows.tree_len
-            logical = np.arange(start, start + len(rows.token_ids))
-            slots.append(tables[index, logical // size].astype(np.int64) * size + logical % size)
+    def _step(
+        self, inputs: Mapping[str, Tensor], layout: TreeLayout, *, kv: PagedKV | None = None, implementation: str = ""
+    ) -> Step:
         return Step(
-            kv=self.kv,
-            layout=TreeLayout.of([(rows.tree_len, rows.masks) for rows in batch]),
-            slots=torch.from_numpy(np.concatenate(slots)).to(self._device),
-            block_tables=torch.from_numpy(tables).to(self._device),
-            context_lens=torch.tensor([rows.context_len for rows in batch], dtype=torch.int32, device=self._device),
-            implementation=self.implementation,
+            kv=kv or self.kv,
+            layout=layout,
+            slots=inputs["slots"],
+            block_tables=inputs["block_tables"],
+            context_lens=inputs["context_lens"],
+            implementation=implementation or self.implementation,
         )
 
-    def _inputs(self, batch: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed token ids and positions, and the packed rows whose logits are wanted."""
-        wanted: list[int] = []
+    def _inputs(self, batch: Sequence[Rows], wanted: int = 0) -> dict[str, Tensor]:
+        """On the device, by one copy that the host does not wait for: `step_arrays`, and the rows wanted of N."""
+        rows: list[int] = []
         start = 0
-        for rows in batch:
-            wanted.extend(start + index for index in rows.logits)
-            start += len(rows.token_ids)
-        return (
-            torch.tensor([token for rows in batch for token in rows.token_ids], device=self._device),
-            torch.tensor([position for rows in batch for position in rows.positions], device=self._device),
-            torch.tensor(wanted, dtype=torch.int64, device=self._device),
+        for own in batch:
+            rows.extend(start + index for index in own.logits)
+            start += len(own.token_ids)
+        rows.extend([0] * (wanted - len(rows)))
+        arrays = {**step_arrays(batch, self.kv.block_size), "wanted": np.array(rows, np.int64)}
+        return to_device(arrays, self._device)
+
+    def _step_graphs(self, scrap: int, max_bytes: int) -> StepGraphs | None:
+        heads = self._model.config.num_attention_heads
+        found = attention_for(self.implementation, self.kv.keys[0], heads)
+        if found is None:
+            return None
+        name, attention = found
+        self.kv.clear([scrap])
+
+        def run(inputs: Mapping[str, Tensor], layout: TreeLayout) -> Tensor:
+            return self._logits(self._step(inputs, layout, implementation=name), inputs)
+
+        return StepGraphs(
+            run=run,
+            attention=attention,
+            recorder=recorder_for(self._device),
+            device=self._device,
+            block_size=self.kv.block_size,
+            scrap=scrap,
+            max_bytes=max_bytes,
         )
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device, whatever the tensors' is."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self._model.config.vocab_size), device=self._device)
@@ -204,7 +259,8 @@ class TreeRunner:
         # Its own cache: the smallest that can be asked for does not hold the probe.
         cache = PagedKV.like(self.kv, num_blocks=len(blocks))
         rows = replace(_PROBE, blocks=blocks, token_ids=[t % self.spec.vocab_size for t in _PROBE.token_ids])
-        step = replace(self._step([rows]), kv=cache)
+        inputs = self._inputs([rows])
+        step = self._step(inputs, step_layout([rows]), kv=cache)
         token = STEP.set(step)
         try:
             fuse_layers(
@@ -212,7 +268,7 @@ class TreeRunner:
                 windows=step.windows,
                 attend=attend,
                 make_linear=PackedLinear if can_pack(self._model) else PlainLinear,
-                probe=lambda: self._run(step, *self._inputs([rows])),
+                probe=lambda: self._run(step, inputs),
             )
         finally:
             STEP.reset(token)
@@ -222,9 +278,10 @@ class TreeRunner:
         name, layers = type(self._model).__name__, len(self.kv.keys)
         blocks = self.pool.allocate(-(-len(_PROBE.token_ids) // self.kv.block_size))
         rows = replace(_PROBE, blocks=blocks)
-        step = self._step([rows])
+        inputs = self._inputs([rows])
+        step = self._step(inputs, step_layout([rows]))
         try:
-            got = self._run(step, *self._inputs([rows]))
+            got = self._run(step, inputs)
         except GraftreeError:
             raise
         except Exception as error:
