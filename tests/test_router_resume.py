@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import grpc
 import pytest
 
+from graftree.client import AsyncClient
 from graftree.errors import AlreadyExists, InvalidArgument, LeaseLost, NotFound, Unavailable
 from graftree.rpc.status import from_rpc
 from graftree.sdk.options import SpeculationOptions, build_request
+from graftree.store.connection import connect
+from graftree.store.embedded import EmbeddedRedis
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1 import generation_pb2_grpc
@@ -96,10 +100,10 @@ def telling(step: VerifyStep, verdict: Verdict) -> Verdict:
 
 
 @asynccontextmanager
-async def two_routers(*pods: Any) -> AsyncIterator[tuple[Harness, Ask, Ask]]:
+async def two_routers(*pods: Any, redis: EmbeddedRedis | None = None) -> AsyncIterator[tuple[Harness, Ask, Ask]]:
     """Two routers over the same pods and Redis, and how each is asked."""
     async with (
-        harness(*pods) as stack,
+        harness(*pods, redis=redis) as stack,
         stack.another() as other,
         asking(stack.router) as ask,
         asking(other) as ask_other,
@@ -268,6 +272,59 @@ async def test_samples_are_resumed_each_for_itself() -> None:
         assert rest.offsets[0] == 7
         assert rest.finished is not None
         assert rest.finished.total_usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("trouble", ["restarted empty", "read only"])
+async def test_after_an_outage(trouble: str) -> None:
+    """Redis goes away in the middle of a generation, which goes on; once it is back the record is whole again, and
+    another router can go on from any token that came meanwhile."""
+    verifier = FakeVerifier()
+    with EmbeddedRedis() as redis:
+        async with two_routers(verifier, redis=redis) as (stack, ask, ask_other):
+            first = await ask(max_new_tokens=200, log_probs=True).read(5)
+            async with connect(redis.url) as admin:
+                if trouble == "read only":
+                    await admin.replicaof("127.0.0.1", 1)
+                else:
+                    redis.stop()
+                committer = stack.router.committer
+                await until(lambda: committer.degraded)
+                await first.read(40)
+                assert committer.unsaved_tokens > 0
+                verifier.holding = True
+                await verifier.until(lambda: bool(verifier.held))
+                if trouble == "read only":
+                    await admin.replicaof("NO", "ONE")
+                else:
+                    redis.start()
+            await until(lambda: not committer.degraded and committer.unsaved_tokens == 0)
+            await stack.router.kill()
+            verifier.holding = False
+            rest = await ask_other(after=[35], max_new_tokens=200, log_probs=True).read()
+    assert first.token_ids == plain(PROMPT, 200)[: len(first.token_ids)]
+    assert rest.token_ids == plain(PROMPT, 200)[35:]
+    assert len(rest.log_probs) == 165
+
+
+async def test_a_client_whose_generation_nobody_knows_any_more() -> None:
+    """Redis comes back empty after the router died: the client has the answer generated again and goes on in it."""
+    with EmbeddedRedis() as redis:
+        async with (
+            harness(FakeVerifier(), FakeSpeculator(), redis=redis) as stack,
+            stack.another() as other,
+            AsyncClient([stack.router.address, other.address], rng=Random(0)) as client,
+        ):
+            stream = client.stream(token_ids=PROMPT, max_new_tokens=150, temperature=1.0)
+            tokens = list((await anext(stream)).token_ids)
+            first, second = (stack.router, other) if len(stack.router.generations) else (other, stack.router)
+            redis.stop()
+            await first.kill()
+            redis.start()
+            tokens += [token async for chunk in stream for token in chunk.token_ids]
+    assert tokens == plain(PROMPT, 150) == list(stream.result.token_ids)
+    assert stream.result.usage.completion_tokens == 150
+    assert second.metrics.errors["NOT_FOUND"] == 1
+    assert stream.reconnects >= 2
 
 
 async def test_records_expire() -> None:
