@@ -50,7 +50,7 @@ class Scheduler:
         self.waiting, self.left_out = len(waiting), len(waiting) - len(shares)
         for session in waiting:
             self._queue[session] += 1
-        for session in shares:
+        for session in sorted(shares, key=lambda session: len(shares[session])):  # who got least is first again
             del self._queue[session]
             self._queue[session] = 0
         return list(shares.values())
@@ -68,7 +68,7 @@ class Scheduler:
                 room -= len(share)
         for index, session in enumerate(prompts):
             # A fair part now, and below what the others left.
-            if share := session.share(min(room, max(1, room // (len(prompts) - index)))):
+            if share := session.share(-(-room // (len(prompts) - index))):
                 shares[session] = share
                 room -= len(share)
         for session in prompts:
