@@ -14,13 +14,12 @@ import asyncio
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import torch
 
 from bench import report
-from bench.kv_side import ALWAYS, MEASURED, NEVER, STEP_TOKENS, Side
+from bench.kv_stand import ALWAYS, MEASURED, STEP_TOKENS, Stand
 from bench.tables import Table
 from graftree.config import DEFAULT_MODEL
 from graftree.models.kv_codec import BlockFormat, Packing
@@ -69,40 +68,35 @@ class Row:
 
 async def measure(options: argparse.Namespace, runner: TreeRunner, times: StepTimes, url: str) -> list[Row]:
     """Every length, every way, in turn."""
-    async with AsyncExitStack() as stack:
-        plain, *stored = [Side(runner, times, packing, url) for packing in (None, *Packing)]
-        for side in (plain, *stored):
-            await side.start()
-            stack.push_async_callback(side.stop)
-        rows = []
+    stand, rows = Stand(runner, times, url), []
+    await stand.start()
+    try:
         for length in options.lengths:
             row = Row(length)
             for turn in range(options.rounds):
                 # Another text each time, so that its blocks are written each time.
                 text = random.Random(f"{length} {turn}").choices(range(min(runner.spec.vocab_size, 10_000)), k=length)
-                await one_round(row, text, plain, stored, options.tokens)
+                await one_round(row, text, stand, options.tokens)
             rows.append(row)
             print(f"{length} tokens", file=sys.stderr)
+    finally:
+        await stand.stop()
     return rows
 
 
-async def one_round(row: Row, text: Sequence[int], plain: Side, stored: Sequence[Side], tokens: int) -> None:
+async def one_round(row: Row, text: Sequence[int], stand: Stand, tokens: int) -> None:
     """One turn of each way."""
-    blocks = (row.length - 1) // plain.runner.kv.block_size
-    computed = await plain.turn(text, tokens)
+    blocks = (row.length - 1) // stand.runner.kv.block_size
+    computed = await stand.turn(text, tokens)
     row.saw(PREFILL, computed.seconds)
     row.tokens += tokens
-    for side in stored:
-        cache, packing = side.cache, str(side.packing)
-        assert cache is not None
-        cache.loader.choice = side.choices[NEVER]
-        written = await side.turn(text, 1, written=blocks)
-        if side.packing is Packing.NONE:
+    for packing, cache in stand.caches.items():
+        written = await stand.turn(text, 1, packing, written=blocks)
+        if packing is Packing.NONE:
             row.saw(WRITING, written.seconds)
-        row.pays.setdefault(packing, []).append(side.choices[MEASURED].pays(0, blocks, row.length))
-        cache.loader.choice = side.choices[ALWAYS]
+        row.pays.setdefault(packing, []).append(stand.choices[packing, MEASURED].pays(0, blocks, row.length))
         before = cache.counters.blocks_loaded
-        loaded = await side.turn(text, tokens)
+        loaded = await stand.turn(text, tokens, packing, ALWAYS)
         if cache.counters.blocks_loaded - before != blocks:
             raise SystemExit(f"not loaded: {dict(cache.counters.loads)}")
         row.saw(packing, loaded.seconds)

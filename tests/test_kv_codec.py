@@ -152,8 +152,9 @@ def test_random_bytes(value: bytes) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_of_one_cache_and_into_another(dtype: torch.dtype) -> None:
     """Blocks that are copied out, packed, unpacked and put elsewhere are the same rows, and no others are touched."""
-    shape = {"layers": 2, "block_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": dtype}
-    one, two = PagedKV(num_blocks=6, **shape), PagedKV(num_blocks=9, **shape)
+    one, two = (
+        PagedKV(layers=2, num_blocks=count, block_size=4, kv_heads=2, head_dim=8, dtype=dtype) for count in (6, 9)
+    )
     for cache, start in ((one, 0.0), (two, 500.0)):
         count = cache.read_blocks(range(cache.num_blocks)).numel()
         everything = (torch.arange(count, dtype=torch.float32) % 251 + start).to(dtype)

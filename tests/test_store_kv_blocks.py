@@ -77,7 +77,7 @@ async def test_something_else_under_the_key(redis: Redis) -> None:
     """A list where a block should be has a size of its own, no value, and does not hide its neighbours."""
     blocks = store(redis)
     await blocks.write([(NAMES[1], b"x")])
-    await redis.lpush(blocks.key(NAMES[0]), "a")  # type: ignore[misc]
+    await redis.lpush(blocks.key(NAMES[0]), "a")
     assert await blocks.sizes(NAMES[:3]) == [NO_STRING, 1, 0]
     assert await blocks.read(NAMES[:2]) == [None, b"x"]
     assert await blocks.sizes(NAMES[:1]) == [NO_STRING]

@@ -266,7 +266,7 @@ async def test_killed_in_mid_load(own: EmbeddedRedis, monkeypatch: pytest.Monkey
         said = greedy(PROMPT, 12)
         await answer(first, PROMPT, 1)
         await written(first, BLOCKS)
-        monkeypatch.setattr(second.kv_cache._store, "read", Nth(kv(second)._store.read, 3, own.stop))
+        monkeypatch.setattr(kv(second)._store, "read", Nth(kv(second)._store.read, 3, own.stop))
         async with connection(second) as link:
             await link.send(opens=[opening("s", PROMPT)])
             assert await go_on(link, PROMPT, 5) == said[:5]
@@ -290,7 +290,7 @@ async def test_killed_in_mid_load(own: EmbeddedRedis, monkeypatch: pytest.Monkey
 async def test_killed_in_mid_write(own: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis dies before the third block is written: nobody notices but the counters, and all are written later."""
     async with sharing(own) as running:
-        monkeypatch.setattr(running.kv_cache._store, "write", Nth(kv(running)._store.write, 3, own.stop))
+        monkeypatch.setattr(kv(running)._store, "write", Nth(kv(running)._store.write, 3, own.stop))
         async with connection(running) as link:
             await link.send(opens=[opening("s", PROMPT)])
             assert await go_on(link, PROMPT, 3) == greedy(PROMPT, 3)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from graftree.store.connection import translated
 
@@ -99,7 +98,7 @@ class BlockStore:
                 for command in commands:
                     pipeline.execute_command(*command)
                 replies: list[Any] = await pipeline.execute(raise_on_error=False)
-            errors = [reply for reply in replies if isinstance(reply, RedisError)]
+            errors = [reply for reply in replies if isinstance(reply, Exception)]
             if len(errors) == len(replies) and not may_fail and not str(errors[0]).startswith("WRONGTYPE"):
                 raise errors[0]
         return replies

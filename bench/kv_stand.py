@@ -1,4 +1,4 @@
-"""`Side`: one way for a session to get its rows, on a real engine with its thread: computed, or from a KV Redis."""
+"""`Stand`: a real engine on its thread, whose sessions get their rows computed or from a KV Redis."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from graftree.v1 import verification_pb2
 from verifier_service.engine import Engine
 from verifier_service.kv_cache import KvCache
 from verifier_service.kv_choice import Choice, LoadTimes
-from verifier_service.kv_exchange import Exchange
+from verifier_service.kv_exchange import Exchange, Load
 from verifier_service.session import Answer, Stream
 from verifier_service.step_times import StepTimes
 from verifier_service.worker import Worker
 
 STEP_TOKENS = 512
 MEASURED, ALWAYS, NEVER = 0, 1, 1 << 30  # tokens from which on blocks are loaded
-SALT, TTL_SECONDS, WAIT_SECONDS = 1, 600.0, 60.0
+SALT, TTL_SECONDS, WAIT_SECONDS = 1, 600.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,38 @@ class Turn:
     token_ids: tuple[int, ...]
 
 
-class Side:
-    """An engine on a thread, with the KV Redis in one packing, or without (None)."""
+class Switch:
+    """The engine's remote: the KV Redis that is in use now, or none."""
 
-    def __init__(self, runner: TreeRunner, times: StepTimes, packing: Packing | None, url: str) -> None:
-        self.runner, self.packing = runner, packing
-        self.choices: dict[int, Choice] = {}
-        self.cache: KvCache | None = None
-        if packing is not None:
+    def __init__(self) -> None:
+        self.current: KvCache | None = None
+
+    def wants(self, first: int, blocks: int, length: int) -> bool:
+        return self.current is not None and self.current.wants(first, blocks, length)
+
+    def begin(self, load: Load) -> None:
+        assert self.current is not None
+        self.current.begin(load)
+
+    def offer(self, names: Sequence[bytes]) -> None:
+        if self.current is not None:
+            self.current.offer(names)
+
+
+class Stand:
+    """Args:
+    times: of the runner; decides, and does not change.
+    url: of the KV Redis.
+    """
+
+    def __init__(self, runner: TreeRunner, times: StepTimes, url: str) -> None:
+        self.runner = runner
+        self.caches: dict[Packing, KvCache] = {}
+        self.choices: dict[tuple[Packing, int], Choice] = {}
+        for packing in Packing:
             observed = LoadTimes()
             for tokens in (MEASURED, ALWAYS, NEVER):
-                self.choices[tokens] = Choice(
+                self.choices[packing, tokens] = Choice(
                     observed,
                     lambda: times.latest,
                     block_size=runner.kv.block_size,
@@ -54,39 +75,44 @@ class Side:
                     from_tokens=tokens,
                     wait_seconds=WAIT_SECONDS,
                 )
-            store = BlockStore(connect(url, key="kv_redis"), space=packing, ttl_seconds=TTL_SECONDS)
-            self.cache = KvCache(
-                store,
+            self.caches[packing] = KvCache(
+                BlockStore(connect(url, key="kv_redis"), space=packing, ttl_seconds=TTL_SECONDS),
                 BlockFormat.of(runner.kv, packing),
-                self.choices[ALWAYS],
+                self.choices[packing, ALWAYS],
                 queue_blocks=1 << 16,
                 ttl_seconds=TTL_SECONDS,
             )
-        self._engine = Engine(
-            runner, max_sessions=2, step_tokens=STEP_TOKENS, remote=self.cache, step_times=StepTimes(times.latest)
-        )
+        self._switch = Switch()
+        self._engine = Engine(runner, max_sessions=2, step_tokens=STEP_TOKENS, remote=self._switch)
+        self._worker = Worker(self._engine, changed=lambda: None, died=self._died)
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
-        self._worker = Worker(self._engine, changed=lambda: None, died=self._died)
         self._sessions = 0
 
     async def start(self) -> None:
         self._worker.start()
-        if self.cache is not None:
-            await self.cache.start(self._exchange)
+        for cache in self.caches.values():
+            await cache.start(self._exchange)
 
     async def stop(self) -> None:
-        if self.cache is not None:
-            await self.cache.close()
+        for cache in self.caches.values():
+            await cache.close()
         await asyncio.to_thread(self._worker.stop)
 
-    async def turn(self, text: Sequence[int], count: int, *, written: int = 0) -> Turn:
+    async def turn(
+        self, text: Sequence[int], count: int, packing: Packing | None = None, load: int = NEVER, *, written: int = 0
+    ) -> Turn:
         """`count` tokens of a new session, whose text the pool does not know and is made to forget.
 
         Args:
-            written: before that, wait until the KV Redis has so many more blocks.
+            packing: of the KV Redis; None = without one.
+            load: tokens from which on blocks are loaded.
+            written: before the text is forgotten, wait until the KV Redis has so many more blocks.
         """
-        before = self.cache.counters.blocks_written if self.cache is not None else 0
+        cache = self._switch.current = None if packing is None else self.caches[packing]
+        before = 0
+        if packing is not None and cache is not None:
+            cache.loader.choice, before = self.choices[packing, load], cache.counters.blocks_written
         self._sessions += 1
         name, stream, tokens = str(self._sessions), Stream(self._take), list(text)
         message = verification_pb2.VerifyOpen(
@@ -108,20 +134,18 @@ class Side:
             tokens += answer.token_ids
             first = first or time.perf_counter() - begun
         self._worker.submit(partial(Engine.close, stream=stream, session_id=name))
-        if written:
-            await self._written(before + written)
+        if written and cache is not None:
+            await _written(cache, before + written)
         forgotten = asyncio.Event()
-        self._worker.submit(lambda engine: _forget(self.runner, self._loop, forgotten))
+        self._worker.submit(lambda engine: self._forget(forgotten))
         await forgotten.wait()
         return Turn(first, tuple(tokens[len(text) :]))
 
-    async def _written(self, blocks: int) -> None:
-        assert self.cache is not None
-        counters = self.cache.counters
-        while counters.blocks_written < blocks:
-            if counters.dropped.total():
-                raise SystemExit(f"blocks were not written: {dict(counters.dropped)}")
-            await asyncio.sleep(0.002)
+    def _forget(self, done: asyncio.Event) -> None:
+        """Have the pool give every idle block's content up."""
+        pool = self.runner.pool
+        pool.free(pool.allocate(pool.free_blocks))
+        self._loop.call_soon_threadsafe(done.set)
 
     def _take(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -138,7 +162,8 @@ class Side:
         print(f"the engine's thread died: {error!r}", file=sys.stderr)
 
 
-def _forget(runner: TreeRunner, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
-    """Have the pool give every idle block's content up."""
-    runner.pool.free(runner.pool.allocate(runner.pool.free_blocks))
-    loop.call_soon_threadsafe(done.set)
+async def _written(cache: KvCache, blocks: int) -> None:
+    while cache.counters.blocks_written < blocks:
+        if cache.counters.dropped.total():
+            raise SystemExit(f"blocks were not written: {dict(cache.counters.dropped)}")
+        await asyncio.sleep(0.002)
