@@ -183,6 +183,8 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({**IDS, "n": 0}, "n", "0", "1 to 16 samples"),
     ({**IDS, "n": 17, "sampling": HOT}, "n", "17", "1 to 16 samples"),
+    ({**IDS, "priority": 101}, "priority", "101", "-100 to 100"),
+    ({**IDS, "priority": -101}, "priority", "-101", "-100 to 100"),
     ({**IDS, "n": 2}, "n", "2", "1 at sampling.temperature 0: greedy samples are all the same"),
     (
         {**IDS, "n": 2, "sampling": {"temperature": 0}},
@@ -290,6 +292,7 @@ async def test_the_limits_themselves_are_accepted() -> None:
             output={"log_probs": True, "alternatives": 20, "log_probs_mode": 2},
             speculation={"mode": 4, "max_nodes": 1024, "max_depth": 128},
             n=16,
+            priority=100,
         )
         events = [event async for event in stack.client._stub(0).Generate(request)]
     assert sum(event.HasField("finished") for event in events) == 16
