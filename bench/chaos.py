@@ -19,17 +19,19 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from bench.chaos_faults import Fault, How, Places, Troublemaker, Victim
+from bench.chaos_faults import TIERS, Fault, How, Places, Troublemaker, Victim
+from bench.chaos_history import History
 from bench.chaos_load import Case, Load, Stream, requests, undisturbed
 from bench.report import Report, parser
 from bench.tables import Table
 from graftree.config import DEFAULT_MODEL
+from graftree.local.pod import Tier
 from graftree.local_stack import LocalStack
 from graftree.store.embedded import EmbeddedRedis
 
@@ -42,6 +44,7 @@ KINDS: tuple[tuple[Victim, How], ...] = (
     ("router", "pause"),
     ("verifier", "pause"),
     ("speculator", "pause"),
+    ("redis", "pause"),
     ("router", "drain"),
     ("verifier", "drain"),
 )
@@ -58,8 +61,9 @@ ROUTER = {
 class Course:
     """What one stretch of load brought."""
 
-    streams: list[Stream] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    streams: list[Stream]
+    faults: list[Fault]
+    history: History
 
     @property
     def failed(self) -> list[str]:
@@ -118,23 +122,33 @@ async def trouble(
         timer.cancel()
 
 
-async def rolling(stack: LocalStack, maker: Troublemaker, cases: Sequence[Case], clients: int, rng: Random) -> Course:
+async def rolling(
+    stack: LocalStack,
+    maker: Troublemaker,
+    cases: Sequence[Case],
+    clients: int,
+    rng: Random,
+    *,
+    tiers: Sequence[Tier] = TIERS,
+) -> Course:
     """Load, and every pod replaced in turn meanwhile."""
-    return await _course(stack, maker, cases, clients, rng, maker.rolling_restart)
+    return await _course(stack, maker, cases, clients, rng, lambda: maker.rolling_restart(tiers))
 
 
 async def _course(
     stack: LocalStack, maker: Troublemaker, cases: Sequence[Case], clients: int, rng: Random, work: Any
 ) -> Course:
     maker.faults.clear()
-    load = Load(stack.targets, cases, clients, rng)
-    running = asyncio.create_task(load.run())
+    load, history = Load(stack.targets, cases, clients, rng), History(stack.redis)
+    running, following = asyncio.create_task(load.run()), asyncio.create_task(history.follow())
     try:
         await asyncio.to_thread(work)
     finally:
         load.stop()
         await running
-    return Course(load.streams, list(maker.faults))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    return Course(load.streams, list(maker.faults), history)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,6 +182,9 @@ def _tell(report: Report, name: str, course: Course) -> None:
     report.add(f"{name}: tokens", tokens)
     report.add(f"{name}: reconnects", sum(stream.reconnects for stream in course.streams))
     report.add(f"{name}: answers lost, repeated or changed", course.changed, "", "0", course.changed == 0)
+    wrong = len(course.history.wrong)
+    report.add(f"{name}: commits seen in Redis", course.history.commits)
+    report.add(f"{name}: of these, not by the epoch's owner", wrong, "", "0", wrong == 0)
     report.add(f"{name}: requests failed", len(course.failed), "", "0", not course.failed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from graftree.local.pod import Tier
 from graftree.local_stack import LocalStack
 from graftree.store.embedded import EmbeddedRedis
 
+TIERS: tuple[Tier, ...] = ("speculator", "verifier", "router")  # in the order of a rolling restart
 Victim = Literal["router", "verifier", "speculator", "redis"]
 How = Literal["kill", "pause", "drain"]
 
@@ -42,7 +45,7 @@ class Places:
     def __init__(self, stack: LocalStack, redis: EmbeddedRedis) -> None:
         self._stack, self._redis = stack, redis
         self._places: dict[tuple[Tier, int], int] = {}
-        for tier in ("router", "verifier", "speculator"):
+        for tier in TIERS:
             for index in range(len(stack.pods(tier))):
                 self._places[tier, index] = index
 
@@ -61,13 +64,24 @@ class Places:
         """SIGTERM, and its end."""
         self._stack.stop(victim, self._places[victim, place])
 
-    def pause(self, victim: Tier, place: int) -> None:
+    def pause(self, victim: Victim, place: int) -> None:
         """SIGSTOP."""
-        self._stack.pause(victim, self._places[victim, place])
+        if victim == "redis":
+            os.kill(self._redis_pid, signal.SIGSTOP)
+        else:
+            self._stack.pause(victim, self._places[victim, place])
 
-    def resume(self, victim: Tier, place: int) -> None:
+    def resume(self, victim: Victim, place: int) -> None:
         """SIGCONT."""
-        self._stack.resume(victim, self._places[victim, place])
+        if victim == "redis":
+            os.kill(self._redis_pid, signal.SIGCONT)
+        else:
+            self._stack.resume(victim, self._places[victim, place])
+
+    @property
+    def _redis_pid(self) -> int:
+        assert self._redis.pid is not None, "it runs"
+        return self._redis.pid
 
     def start(self, victim: Victim, place: int) -> None:
         """Another one in the place of one that is gone; returns when it is ready and linked."""
@@ -124,9 +138,9 @@ class Troublemaker:
             self._do(chosen)
             stop.wait(SETTLE_SECONDS * self._rng.uniform(0.5, 2))
 
-    def rolling_restart(self) -> None:
+    def rolling_restart(self, tiers: Sequence[Tier]) -> None:
         """Every pod in turn: SIGTERM, its end, another one in its place."""
-        for tier in ("speculator", "verifier", "router"):
+        for tier in tiers:
             for place in range(self._places.count(tier)):
                 fault = Fault(tier, "drain", time.monotonic())
                 self._places.drain(tier, place)
@@ -142,7 +156,7 @@ class Troublemaker:
             if how == "kill":
                 self._places.kill(victim, place)
             elif how == "pause":
-                self._places.pause(victim, place)  # type: ignore[arg-type]
+                self._places.pause(victim, place)
             else:
                 self._places.drain(victim, place)  # type: ignore[arg-type]
             begun.append((fault, place))
@@ -151,7 +165,7 @@ class Troublemaker:
         # Redis first: nobody is linked without it.
         for fault, place in sorted(begun, key=lambda each: each[0].victim != "redis"):
             if fault.how == "pause":
-                self._places.resume(fault.victim, place)  # type: ignore[arg-type]
+                self._places.resume(fault.victim, place)
             else:
                 self._places.start(fault.victim, place)
             fault.over = time.monotonic()

@@ -184,6 +184,18 @@ def test_no_record_is_left(error: GraftreeError) -> None:
         assert chunks[2] == Chunk("llo", (6, 7, 8), chunks[2].log_probs, 2)
 
 
+def test_no_record_is_left_and_a_router_is_gone() -> None:
+    """The router that says so is the one that is asked for everything, not the next, which may not be there."""
+    with Turns(whole) as gone:
+        pass
+    with Turns(dies(3), says(NotFound("unknown")), whole) as service:
+        with Client([service.target, gone.target], reconnect=QUICK, rng=Random(0)) as client:
+            stream = client.stream("p")
+            chunks = list(stream)
+            check(stream.result, chunks)
+        assert [list(request.resume_after) for request in service.requests] == [[], [2], []]
+
+
 def test_other_tokens_than_before() -> None:
     """An answer that changes is an error, never a silent mixture."""
 

@@ -79,6 +79,7 @@ class Journey:
         self._policy, self._rng, self._clock = policy, rng, clock
         self._end = None if timeout is None else clock() + timeout
         self._lost_leases = 0
+        self._heard = False
         if policy is not None and not request.request_id:
             request.request_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
@@ -87,9 +88,11 @@ class Journey:
         """Seconds that are left; None = no limit."""
         return None if self._end is None else max(0.0, self._end - self._clock())
 
-    def progressed(self) -> None:
-        """A token came."""
-        self.failures = 0
+    def heard(self, *, progress: bool) -> None:
+        """Something came of the call that was sent last; with `progress` it was new."""
+        self._heard = True
+        if progress:
+            self.failures = 0
 
     def failed(self, error: GraftreeError, answer: Answer, *, broken: bool) -> float:
         """Decide how to go on after `error`.
@@ -110,11 +113,13 @@ class Journey:
         if self.failures > self._policy.attempts:
             raise error
         self.reconnects += 1
-        self.target = (self.target + 1) % self._targets
+        unsent, self._heard = _never_sent(error) and not self._heard, False
         if _is_unknown(error, self.request):
-            self._start_over(error, answer)
+            self._start_over(error, answer)  # here: this router lives, which is more than is known of others
             return 0.0
-        self._ask_for_rest(error, answer)
+        self.target = (self.target + 1) % self._targets
+        if not unsent:
+            self._ask_for_rest(answer)
         pause = self._pause(error)
         if self._end is not None and self._clock() + pause >= self._end:
             raise DeadlineExceeded(f"the time ran out while reconnecting after: {error}") from error
@@ -141,11 +146,11 @@ class Journey:
         if isinstance(error, NotFound) and answer.started is not None and _is_sampled(self.request):
             self.request.sampling.seed = answer.started.seed
 
-    def _ask_for_rest(self, error: GraftreeError, answer: Answer) -> None:
+    def _ask_for_rest(self, answer: Answer) -> None:
         counts = answer.token_counts
         if answer.started is None:
             # It may or may not have been begun; while Redis is away nobody can tell, but one can begin.
-            counts = [0] * max(1, self.request.n) if self.failures % 2 and not _never_sent(error) else []
+            counts = [0] * max(1, self.request.n) if self.failures % 2 else []
         self.request.resume_after[:] = counts
         answer.resume(counts)
 

@@ -45,8 +45,7 @@ class _Generation:
 
     def _push(self, event: GenerateResponse) -> Chunk | None:
         chunk = self._answer.push(event)
-        if chunk is not None:
-            self._journey.progressed()
+        self._journey.heard(progress=chunk is not None)
         return chunk
 
     def _pause(self, error: grpc.RpcError | Unavailable) -> float | None:
