@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from redis.asyncio import RedisCluster
@@ -13,6 +15,7 @@ from graftree.errors import ConfigError, Unavailable
 from graftree.store.address import RedisAddress, redact
 from graftree.store.committer import Committer, Durability
 from graftree.store.connection import check, connect
+from graftree.store.registry import Registry
 from graftree.store.sessions import Commit, SessionStore
 from tests.fakes import FakeVerifier, plain
 from tests.redis_servers import ClusterNode, eventually, free_port, watched
@@ -91,6 +94,24 @@ async def test_a_cluster_that_starts_again_empty() -> None:
             await committer.close()
     finally:
         node.close()
+
+
+async def test_the_documented_rights_in_a_cluster() -> None:
+    """The user of docs/security.md needs the two commands that are named there for a cluster, and no other."""
+    document = (Path(__file__).parent.parent / "docs/security.md").read_text()
+    rule = re.search(r"ACL SETUSER graftree (.*)", document)
+    more = re.search(r"in a cluster also `(.*?)`", document)
+    assert rule is not None
+    assert more is not None
+    node = server("cluster")
+    assert isinstance(node, ClusterNode)
+    node.ask("ACL", "SETUSER", "graftree", *rule[1].replace("PASSWORD", "hunter2").split(), *more[1].split())
+    async with connect(node.url.replace("//", "//graftree:hunter2@")) as redis:
+        store = SessionStore(redis, ttl_seconds=60)
+        await store.create(record("rights"), 10)
+        assert await store.commit([Commit("rights", 1, 0, (1,))], 10) == [None]
+        assert (await store.acquire("rights", "router-b", 10, force=True)).token_ids == (1,)
+        await Registry(redis, lease_seconds=5).pods()
 
 
 def test_whether_redis_answers() -> None:
