@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+_ABSOLUTE = re.compile(r"(?<![\w.])/(?:[^/\s]+/)*")  # folders of this machine say nothing to anybody else
 PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "spec_bench_dev.jsonl"
 
 
@@ -54,7 +55,7 @@ class Report:
                 "benchmark": self.benchmark,
                 "seconds": round(time.time() - self.started, 1),
                 "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
-                "arguments": sys.argv[1:],
+                "arguments": [_ABSOLUTE.sub("", argument) for argument in sys.argv[1:]],
                 "figures": [asdict(figure) for figure in self.figures],
                 "details": self.details,
             }
