@@ -12,6 +12,7 @@ from graftree.store.sessions import SessionStore
 from graftree.text.tokenizer import Tokenizer
 from graftree.v1.generation_pb2 import GenerateRequest
 from router import request as requests
+from router.admission import Admission
 from router.caller import NOBODY, Caller
 from router.generation import Generation
 from router.records import Records
@@ -43,6 +44,12 @@ class Generations:
         self._records = Records(store, tools)
         self._tools = tools
         self._identifiers = identifiers
+        self.admission = Admission(
+            tools.metrics,
+            tools.pods.verifiers,
+            longest_wait=config.connect_timeout_seconds,
+            clock=lambda: tools.clock_ns() / 1e9,
+        )
         self._running: dict[str, Generation] = {}
         self._replays: dict[str, Generation] = {}
         self._leaving: dict[asyncio.Task[None], str] = {}
@@ -68,13 +75,18 @@ class Generations:
         arrived = [generation.arrived_ns for generation in self._running.values() if generation.waits]
         return (self._tools.clock_ns() - min(arrived)) / 1e9 if arrived else 0.0
 
-    def start(self, message: GenerateRequest, caller: Caller = NOBODY) -> Generation:
+    def start(
+        self, message: GenerateRequest, caller: Caller = NOBODY, *, remaining: float | None = None
+    ) -> Generation:
         """A new generation, or the caller's one under this request id.
+
+        Args:
+            remaining: seconds until nobody wants the answer any more; None = no deadline.
 
         Raises:
             InvalidArgument: names the field that is out of range.
             AlreadyExists: the id is in use for a different request.
-            ResourceExhausted: max_requests are under way.
+            ResourceExhausted: max_requests are under way, or the answer would come too late.
             Unavailable: the router is going away.
         """
         metrics = self._tools.metrics
@@ -91,7 +103,16 @@ class Generations:
             raise Unavailable("this router is going away; ask another")
         if len(self._running) >= self._config.max_requests:
             metrics.refused += 1
-            raise ResourceExhausted(f"{len(self._running)} requests are under way, the most this router takes")
+            retry = self.admission.retry_after()
+            raise ResourceExhausted(f"{len(self._running)} requests are under way, the most this router takes", retry)
+        if not message.resume_after:  # what was taken in once is finished
+            self.admission.check(
+                message.stopping.max_new_tokens or self._config.default_max_new_tokens,
+                remaining,
+                running=len(self._running),
+                waiting=self.waiting,
+                samples=max(1, message.n),
+            )
         generation = Generation(
             identifier,
             message,

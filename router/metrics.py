@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import partial
 
 from graftree.observe.histogram import ITL_SECONDS, REQUEST_SECONDS, TTFT_SECONDS, Histogram
+from router.ema import Mean
 
 
 class Outcome(StrEnum):
@@ -29,6 +30,7 @@ class Metrics:
     Attributes:
         requests: Generate calls that reached this router.
         refused: requests turned away because max_requests were under way.
+        shed: requests turned away because their answers would have come too late.
         finished: requests answered to the end.
         failed: requests that ended with an error.
         cancelled: requests whose last client left.
@@ -64,12 +66,14 @@ class Metrics:
         finish_reasons: samples by how they ended: stop, length; and requests: abort, error.
         errors: Generate calls answered with an error, by its reason.
         ttft, itl, latency: seconds to the first token, between tokens, of the whole request.
+        length_share: tokens of an answer over what its request allows, of late.
         commit_seconds: from a commit's start to its answer, as rounds wait for it.
         draft_seconds: from a commit to the first nodes a speculator grew from it.
     """
 
     requests: int = 0
     refused: int = 0
+    shed: int = 0
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -111,6 +115,7 @@ class Metrics:
     ttft: Histogram = field(default_factory=partial(Histogram, TTFT_SECONDS))
     itl: Histogram = field(default_factory=partial(Histogram, ITL_SECONDS))
     latency: Histogram = field(default_factory=partial(Histogram, REQUEST_SECONDS))
+    length_share: Mean = field(default_factory=partial(Mean, 0.05, 1.0))
     commit_seconds: Histogram = field(default_factory=partial(Histogram, ITL_SECONDS))
     draft_seconds: Histogram = field(default_factory=partial(Histogram, ITL_SECONDS))
 

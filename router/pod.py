@@ -157,7 +157,9 @@ class RouterPod(Pod[RouterConfig]):
         await super().set_ready(ready and self.pods.has_verifier)
 
     async def run(self) -> None:
-        await asyncio.gather(self.pods.watch(), self._follow_verifiers(), self.signals.follow())
+        await asyncio.gather(
+            self.pods.watch(), self._follow_verifiers(), self.signals.follow(), self.generations.admission.follow()
+        )
 
     async def drain(self) -> None:
         if self._committer is not None:

@@ -245,7 +245,12 @@ class Pods:
 
     @property
     def has_verifier(self) -> bool:
-        return any(peer.usable for peer in self._verifiers())
+        return bool(self.verifiers())
+
+    def verifiers(self) -> list[VerifierLink]:
+        """Those that take sessions, full ones included."""
+        links = [peer.link for peer in self._verifiers() if peer.usable]
+        return [link for link in links if isinstance(link, VerifierLink)]
 
     @property
     def speculator_count(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from graftree.errors import GraftreeError
@@ -13,6 +15,8 @@ from router.edge import Edge
 from router.generations import Generations
 from router.metrics import Metrics
 from router.pods import Pods
+
+NO_DEADLINE_SECONDS = 1e8  # gRPC's own "never"
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -46,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             with (
                 self._edge.visit("Generate", context) as visit,
-                self._generations.start(request, visit.caller).reading() as events,
+                self._generations.start(request, visit.caller, remaining=_remaining(context)).reading() as events,
             ):
                 async for event in events.follow(request.resume_after):
                     visit.passed(event)
@@ -79,3 +83,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
             pods=self._pods.infos() if pods else (),
         )
+
+
+def _remaining(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Seconds until the caller's deadline; None without one."""
+    seconds = context.time_remaining()
+    return seconds if seconds is not None and seconds < NO_DEADLINE_SECONDS else None

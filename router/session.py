@@ -277,6 +277,7 @@ class Session:
     def _finished(self, finish: Finish) -> pb.GenerationFinished:
         word = pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
         self._metrics.finish_reasons[word] += 1
+        self._metrics.length_share.observe(self._figures.completion_tokens / self._plan.stops.max_new_tokens)
         speculation = self._figures.speculation(
             stale_nodes=self._drafts.tree.stale_nodes, speculators=len(self._drafts)
         )
