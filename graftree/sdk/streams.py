@@ -22,8 +22,8 @@ Open = Callable[[Journey], Any]  # starts the call that a journey asks for
 class _Generation:
     """One call after the other, and what has come of them. A call that nobody holds any more cancels itself."""
 
-    def __init__(self, journey: Journey, open_: Open) -> None:
-        self._journey, self._open = journey, open_
+    def __init__(self, journey: Journey, open_: Open, stopped: threading.Event | asyncio.Event) -> None:
+        self._journey, self._open, self._stopped = journey, open_, stopped
         self._answer = Answer()
         self._cancelled = False
         self._call = open_(journey)
@@ -42,6 +42,12 @@ class _Generation:
     def reconnects(self) -> int:
         """Calls beyond the first one."""
         return self._journey.reconnects
+
+    def cancel(self) -> None:
+        """Give the generation up; router and pods drop it. Iteration then raises Cancelled. No-op after the end."""
+        self._cancelled = True
+        self._stopped.set()
+        self._call.cancel()
 
     def _push(self, event: GenerateResponse) -> Chunk | None:
         chunk = self._answer.push(event)
@@ -71,8 +77,8 @@ class Stream(_Generation):
     """Chunks of one generation, in order. Leaving the `with` block, `close`, or dropping the stream cancels it."""
 
     def __init__(self, journey: Journey, open_: Open) -> None:
-        super().__init__(journey, open_)
-        self._stopped = threading.Event()
+        self._pausing = threading.Event()
+        super().__init__(journey, open_, self._pausing)
 
     def __iter__(self) -> Self:
         return self
@@ -90,14 +96,8 @@ class Stream(_Generation):
             pause = self._pause(ended)
             if pause is None:
                 raise StopIteration
-            self._stopped.wait(pause)
+            self._pausing.wait(pause)
             self._call_again()
-
-    def cancel(self) -> None:
-        """Give the generation up; router and pods drop it. Iteration then raises Cancelled. No-op after the end."""
-        self._cancelled = True
-        self._stopped.set()
-        self._call.cancel()
 
     def close(self) -> None:
         """As `cancel`."""
@@ -114,8 +114,8 @@ class AsyncStream(_Generation):
     """`Stream` for asyncio."""
 
     def __init__(self, journey: Journey, open_: Open) -> None:
-        super().__init__(journey, open_)
-        self._stopped = asyncio.Event()
+        self._pausing = asyncio.Event()
+        super().__init__(journey, open_, self._pausing)
 
     def __aiter__(self) -> Self:
         return self
@@ -140,14 +140,8 @@ class AsyncStream(_Generation):
                 raise StopAsyncIteration
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._stopped.wait()
+                    await self._pausing.wait()
             self._call_again()
-
-    def cancel(self) -> None:
-        """As `Stream.cancel`."""
-        self._cancelled = True
-        self._stopped.set()
-        self._call.cancel()
 
     async def aclose(self) -> None:
         """As `cancel`."""
