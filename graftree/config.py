@@ -17,7 +17,7 @@ import re
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -145,6 +145,11 @@ class VerifierConfig(PodConfig, KvStoreConfig):
     )
     dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] = Field(
         "float32", description="LLM weights' dtype"
+    )
+    weights: Literal["full", "int8"] = Field(
+        "full",
+        description="full, or int8: weight-only quantisation of linear layers, for less memory (extra int8; on a CPU "
+        "with dtype bfloat16; docs/performance.md)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the LLM; 0 = torch's choice")

@@ -240,7 +240,7 @@ def test_through_the_stack() -> None:
             speculators,
             in_process=True,
             threads=1,
-            router_options={"adaptive": False, "draft_wait_ms": 20},
+            router_options={"adaptive": False, "draft_wait_ms": 200},
             verifier_options={"deterministic": True, "step_time_seconds": 0},
         ) as stack,
         Client(stack.target) as client,

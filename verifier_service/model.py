@@ -34,7 +34,7 @@ def load_runner(config: VerifierConfig) -> Runner:
     uri = ModelUri.parse(config.model)
     if uri.kind == "standin":
         return StandInRunner.load(uri, kv_tokens=config.kv_tokens, block_size=config.block_size)
-    loaded = load(uri, dtype=config.dtype, device=config.device)
+    loaded = load(uri, dtype=config.dtype, device=config.device, weights=config.weights)
     if not loaded.spec.max_context:
         raise Incompatible(f"{uri}: its configuration names no context length")
     graph_bytes = 0 if config.deterministic else capacity.graph_bytes(config.cuda_graphs, loaded.model.device)

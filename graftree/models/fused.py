@@ -43,11 +43,11 @@ class PlainLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) -> (..., out)."""
-        return linear(x, self._weight, self._bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Rotation:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from graftree.errors import Incompatible, InvalidArgument, Unavailable
-from graftree.models import random_models, ssm
+from graftree.models import int8, random_models, ssm
 from graftree.models.cache import Cache, Manifest
 from graftree.models.pull import pull
 from graftree.models.shipped import is_package
@@ -37,6 +37,7 @@ class LoadedModel:
         draft_ids: (H,) int64 for an SSM package: the token of each entry of a logits row; None = they are the tokens.
         tokenizer_uri: whose tokens these are; of an SSM package its LLM.
         made_for: `llm_identity` of an SSM package's LLM; "" of a model that is no package.
+        weights: of `graftree.models.int8.WEIGHTS`; a runner rounds those that are to be.
     """
 
     model: PreTrainedModel
@@ -44,9 +45,10 @@ class LoadedModel:
     draft_ids: torch.Tensor | None = None
     tokenizer_uri: str = ""
     made_for: str = ""
+    weights: str = "full"
 
 
-def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu", weights: str = "full") -> LoadedModel:
     """Load a model; it is pulled first where it must be.
 
     Args:
@@ -54,9 +56,12 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         dtype: float32, bfloat16, float16, or auto: bfloat16 for an SSM package where it is computed natively, else
             float32. What an SSM guesses need not be exact.
         device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+        weights: full, or int8: the runner rounds the linear layers' (`graftree.models.int8`). The fingerprint is
+            another then. An SSM package is never rounded.
 
     Raises:
-        InvalidArgument: the URI, dtype or device is none, or the directory holds no such model.
+        ConfigError: weights are int8, and what that needs is not installed.
+        InvalidArgument: the URI, dtype, device or weights is none, or the directory holds no such model.
         Incompatible: the architecture is not one that transformers itself implements, or has no tokens of its own;
             or an SSM package is for another LLM than the one it is given.
         Unavailable: it could not be downloaded or converted.
@@ -65,6 +70,7 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
     if dtype not in (*_DTYPES, "auto"):
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}, auto")
     where = _device(device)
+    int8.check(weights, dtype, where)
     if parsed.kind == "directory" and is_package(Path(parsed.name)):
         half = computes_bfloat16(where)
         return _load_ssm(parsed, ("bfloat16" if half else "float32") if dtype == "auto" else dtype, where)
@@ -86,6 +92,8 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
     if parsed.kept_layers is not None:
         keep_layers(model, parsed.kept_layers)
         identity["layers"] = parsed.kept_layers
+    if weights != "full":
+        identity["weights"] = weights
     model.requires_grad_(False)
     config = model.config.to_dict()
     spec = ModelSpec(
@@ -98,7 +106,7 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu") ->
         token_count=tokenizer.token_count,
     )
     torch.nn.Module.to(model, where)
-    return LoadedModel(model, spec, tokenizer_uri=str(parsed))
+    return LoadedModel(model, spec, tokenizer_uri=str(parsed), weights=weights)
 
 
 def llm_identity(uri: str | ModelUri) -> str:

@@ -19,8 +19,9 @@ from torch import Tensor
 from graftree.errors import GraftreeError, Incompatible, InvalidArgument
 from graftree.models.attention import ATTENTION, STEP, Step, attend
 from graftree.models.bundle import to_device
-from graftree.models.fused import PlainLinear, fuse_layers
+from graftree.models.fused import MakeLinear, PlainLinear, fuse_layers
 from graftree.models.graphs import StepGraphs, attention_for, recorder_for
+from graftree.models.int8 import round_linears
 from graftree.models.packed import PackedLinear, can_pack, pack_linears
 from graftree.models.paged import BlockPool, PagedKV
 from graftree.models.rows import Rows as Rows
@@ -47,8 +48,8 @@ class TreeRunner:
     """A model, its paged cache, and the step that runs both.
 
     Args:
-        loaded: the model; its attention is switched to ours, and on the CPU in float32 its linear layers are
-            packed for oneDNN (`graftree.models.packed`).
+        loaded: the model; its attention is switched to ours, and its linear layers are packed for oneDNN
+            (`graftree.models.packed`) on a CPU that has it, or rounded to int8 where it says so.
         kv_tokens: capacity of the cache in tokens, rounded down to whole blocks.
         block_size: tokens per block.
         implementation: of `kernels.tree_attention`.
@@ -107,8 +108,11 @@ class TreeRunner:
         self.pool = BlockPool(num_blocks)
         if expected is not None:
             self._self_check(expected)
-        self._fuse()
-        if can_pack(self._model):
+        rounded = getattr(loaded, "weights", "full") == "int8"
+        self._fuse(PackedLinear if can_pack(self._model) and not rounded else PlainLinear)
+        if rounded:
+            round_linears(self._model)
+        elif can_pack(self._model):
             pack_linears(self._model)
         self._steady: Steady | None = None
         if deterministic:
@@ -253,7 +257,7 @@ class TreeRunner:
             raise InvalidArgument("rows.logits", list(rows.logits), f"indices of {count} rows")
 
     @torch.inference_mode()
-    def _fuse(self) -> None:
+    def _fuse(self, make_linear: MakeLinear) -> None:
         """Swap layers of a known form for faster ones that compute the same."""
         blocks = range(-(-len(_PROBE.token_ids) // self.kv.block_size))
         # Its own cache: the smallest that can be asked for does not hold the probe.
@@ -267,7 +271,7 @@ class TreeRunner:
                 self._model,
                 windows=step.windows,
                 attend=attend,
-                make_linear=PackedLinear if can_pack(self._model) else PlainLinear,
+                make_linear=make_linear,
                 probe=lambda: self._run(step, inputs),
             )
         finally:
