@@ -160,6 +160,30 @@ _FIELDS, _WORD = tl.constexpr(FIELDS), tl.constexpr(WORD)  # kernels see no othe
 
 
 @triton.jit
+def _load(
+    keys_at,
+    values_at,
+    block,
+    at,
+    inside,
+    in_width,
+    BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,
+    CHECKED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """(rows, BLOCK_D) keys and values of logical rows `at` in `block`; CHECKED: zeros for those not `inside`."""
+    offset = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE)[:, None] * ROW
+    if CHECKED or PADDED:
+        mask = inside[:, None] & in_width[None, :]
+        k = tl.load(keys_at + offset, mask=mask, other=0.0)
+        v = tl.load(values_at + offset, mask=mask, other=0.0)
+    else:
+        k, v = tl.load(keys_at + offset), tl.load(values_at + offset)
+    return k, v
+
+
+@triton.jit
 def _scores(query, keys, factor, cap, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
     """(BLOCK_M, tile) scores in base 2. The interpreter multiplies bfloat16 as if it were integers: UPCAST."""
     if UPCAST:
@@ -245,6 +269,8 @@ def _attend(
     offs_d = tl.arange(0, BLOCK_D)
     in_width = offs_d < WIDTH
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROW: tl.constexpr = KV_HEADS * WIDTH
+    PADDED: tl.constexpr = WIDTH < BLOCK_D
     folded = first + tl.arange(0, BLOCK_M)
     own = folded // GROUP
     real = own < count
@@ -273,47 +299,50 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for unit in range(begin, tl.minimum(end, whole)):
-        at = low + unit * BLOCK_N + offs_n
-        slot = tl.load(table + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-        offset = slot[:, None] * (KV_HEADS * WIDTH)
-        k = tl.load(keys_at + offset, mask=in_width[None, :], other=0.0)
-        v = tl.load(values_at + offset, mask=in_width[None, :], other=0.0)
+    # Each tile's blocks are looked up one tile ahead: were the look-up part of a tile's own loads, Triton would not
+    # have the loads of several tiles in flight.
+    at = low + begin * BLOCK_N + offs_n
+    block = tl.load(table + at // BLOCK_SIZE, mask=at < context, other=0)
+    for _ in range(begin, tl.minimum(end, whole)):
+        k, v = _load(keys_at, values_at, block, at, at >= 0, in_width, BLOCK_SIZE, ROW, False, PADDED)
         scores = _scores(q, k, factor, cap, CAPPED, UPCAST)
         if WINDOWED:
             scores = tl.where(at[None, :] > unseen[:, None], scores, float("-inf"))
+        at += BLOCK_N
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < context, other=0)
         top, total, out = _fold(scores, v, top, total, out, WINDOWED, UPCAST)
     if (begin <= whole) & (whole < tl.minimum(end, context_units)):
         at = low + whole * BLOCK_N + offs_n
         inside = at < context
-        slot = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-        offset = slot[:, None] * (KV_HEADS * WIDTH)
-        k = tl.load(keys_at + offset, mask=inside[:, None] & in_width[None, :], other=0.0)
-        v = tl.load(values_at + offset, mask=inside[:, None] & in_width[None, :], other=0.0)
-        scores = _scores(q, k, factor, cap, CAPPED, UPCAST)
+        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
+        k, v = _load(keys_at, values_at, block, at, inside, in_width, BLOCK_SIZE, ROW, True, PADDED)
+        seen = inside[None, :]
         if WINDOWED:
-            scores = tl.where(inside[None, :] & (at[None, :] > unseen[:, None]), scores, float("-inf"))
-        else:
-            scores = tl.where(inside[None, :], scores, float("-inf"))
+            seen = seen & (at[None, :] > unseen[:, None])
+        scores = tl.where(seen, _scores(q, k, factor, cap, CAPPED, UPCAST), float("-inf"))
         top, total, out = _fold(scores, v, top, total, out, True, UPCAST)
-    for unit in range(tl.maximum(begin, context_units), end):
+    first_tree = tl.maximum(begin, context_units)
+    limit = context + tree_end
+    at = context + (first_tree - context_units) * BLOCK_T + offs_t
+    block = tl.load(table + at // BLOCK_SIZE, mask=at < limit, other=0)
+    for unit in range(first_tree, end):
+        inside = at < limit
+        k, v = _load(keys_at, values_at, block, at, inside, in_width, BLOCK_SIZE, ROW, True, PADDED)
+        at += BLOCK_T
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < limit, other=0)
         bit = (unit - context_units) * BLOCK_T
         word = tl.load(masks + mask_start + own * words + bit // _WORD, mask=real, other=0)
-        seen = ((word[:, None] >> (bit % _WORD + offs_t)[None, :]) & 1) != 0
-        inside = bit + offs_t < tree_end
-        at = context + bit + offs_t
-        slot = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-        offset = slot[:, None] * (KV_HEADS * WIDTH)
-        k = tl.load(keys_at + offset, mask=inside[:, None] & in_width[None, :], other=0.0)
-        v = tl.load(values_at + offset, mask=inside[:, None] & in_width[None, :], other=0.0)
-        scores = tl.where(seen & inside[None, :], _scores(q, k, factor, cap, CAPPED, UPCAST), float("-inf"))
+        ancestor = ((word[:, None] >> (bit % _WORD + offs_t)[None, :]) & 1) != 0
+        scores = _scores(q, k, factor, cap, CAPPED, UPCAST)
+        scores = tl.where(ancestor & inside[None, :], scores, float("-inf"))
         top, total, out = _fold(scores, v, top, total, out, True, UPCAST)
 
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    known = real & (total > 0)
+    total = tl.where(known, total, 1.0)
+    out = out / total[:, None]
     line = row * HEADS + query_head
     if SPLIT:
         line += split.to(tl.int64) * all_rows
-        known = real & (total > 0)
         tl.store(shares + line, tl.where(known, top + tl.log2(total), float("-inf")), mask=real)
         tl.store(partial + line[:, None] * WIDTH + offs_d[None, :], out, mask=known[:, None] & in_width[None, :])
     else:

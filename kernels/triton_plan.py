@@ -32,8 +32,8 @@ FIELDS = 8  # int32 of a tile's record, the last one unused
 WORD = 64  # tree rows of a mask word
 MAX_SPLITS = 256
 _MIN_SPLIT = 128  # context rows that are worth a program of their own
-_RESIDENT = 2  # programs that share a multiprocessor
-_PROCESSORS = 4  # where there is no GPU, so that the interpreter's launches stay small
+_TILE, _SCRATCH = 16 << 10, 6 << 10
+_NO_GPU = 4, 227 << 10  # few processors, so that the interpreter's launches stay small; Hopper's shared memory
 _CAPACITY = "triton capacity"
 
 
@@ -47,6 +47,7 @@ class Tiling:
         block_t: tree rows of a tile; divides `WORD`.
         block_d: head dim, padded to a power of two.
         warps, stages: of the launch.
+        resident: programs that share a multiprocessor.
     """
 
     block_m: int
@@ -55,29 +56,34 @@ class Tiling:
     block_d: int
     warps: int
     stages: int
+    resident: int
 
     @classmethod
-    def choose(cls, rows: int, head_dim: int, itemsize: int) -> Tiling:
-        """For sequences of up to `rows` folded rows.
+    def choose(cls, rows: int, head_dim: int, itemsize: int, shared: int) -> Tiling:
+        """For sequences of up to `rows` folded rows, on a multiprocessor with `shared` bytes for its programs.
 
-        Two programs fit a multiprocessor of a Hopper GPU (228 KiB of shared memory) with two or three pairs of key
-        and value tiles in flight each; the accumulator (block_m, block_d) stays in registers.
+        A tile of keys or of values is `_TILE` bytes. Memory is busy while about 40 KiB per multiprocessor are on
+        their way (Hopper: 4 TB/s and 1 us over 132 of them), so `stages` is as large as fits, up to 4. Small tiles
+        compute little: two programs hide each other's pauses. From 64 rows on Triton's products read shared memory
+        (wgmma, which keeps one buffer more) and the accumulator (block_m, block_d) and the scores fill the
+        registers: one program. In float32 the products run on the plain units, and tiles stay small.
         """
         block_d = max(16, _power_of_two(head_dim))
-        most, block_n, stages = _SIZES[itemsize, max(64, block_d)]
+        block_n = max(16, min(128, _TILE // (block_d * itemsize)))
+        most = (128 if itemsize == 2 else 32) // (1 if block_d <= 128 else 2)
         block_m = min(most, max(16, _power_of_two(rows)))
-        return cls(block_m, block_n, min(block_n, WORD), block_d, 8 if block_m * block_d >= 1 << 14 else 4, stages)
-
-
-# (bytes of an element, padded head dim) -> (largest block_m, block_n, stages)
-_SIZES = {
-    (2, 64): (128, 128, 3),
-    (2, 128): (128, 64, 3),
-    (2, 256): (64, 32, 3),
-    (4, 64): (32, 32, 2),
-    (4, 128): (32, 32, 2),
-    (4, 256): (16, 16, 2),
-}
+        resident = 1 if block_m >= 64 else 2
+        room = shared // resident - block_m * block_d * itemsize - _SCRATCH
+        stages = room // (2 * block_n * block_d * itemsize) + (block_m < 64)
+        return cls(
+            block_m,
+            block_n,
+            min(block_n, WORD),
+            block_d,
+            warps=8 if itemsize == 4 or block_m * max(block_d, block_n) >= 1 << 14 else 4,
+            stages=max(2, min(4, stages)),
+            resident=resident,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ class Plan:
     ) -> None:
         capacity: Capacity = tree.plans.get(_CAPACITY) or Capacity.of(tree)
         static = _CAPACITY in tree.plans
-        self.tiling = Tiling.choose(capacity.sequence_rows * folded, head_dim, itemsize)
+        processors, shared = gpu_size(device)
+        self.tiling = Tiling.choose(capacity.sequence_rows * folded, head_dim, itemsize, shared)
         self.rows, self._sequences = capacity.rows, capacity.sequences
         self._folded, self._window = folded, window
         records = list(self._records(tree))
@@ -151,8 +158,8 @@ class Plan:
         if window is not None:
             longest = min(longest, window + capacity.tree_rows)
         tiles_each = -(-max(1, capacity.sequence_rows) * folded // self.tiling.block_m)
-        programs = min(count, self._sequences * tiles_each) * (heads // folded)
-        self.splits = splits or choose_splits(programs, longest, _RESIDENT * processors(device))
+        programs = max(1, min(count, self._sequences * tiles_each)) * (heads // folded)
+        self.splits = splits or choose_splits(programs, longest, self.tiling.resident * processors)
         self.partial: Tensor | None = None
         self.weights: Tensor | None = None
         if self.splits > 1:
@@ -231,7 +238,7 @@ def choose_splits(programs: int, longest: int, slots: int) -> int:
         longest: rows of the longest sequence.
         slots: programs that run at once.
     """
-    most = max(1, min(MAX_SPLITS, -(-longest // _MIN_SPLIT), -(-4 * slots // max(1, programs))))
+    most = max(1, min(MAX_SPLITS, -(-longest // _MIN_SPLIT), -(-4 * slots // programs)))
     busy = [count * programs / (-(-count * programs // slots) * slots) for count in range(1, most + 1)]
     return next(count for count, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
 
@@ -246,11 +253,12 @@ def upload(source: npt.NDArray[np.int64], target: Tensor) -> None:
 
 
 @lru_cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+def gpu_size(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a program may have."""
     if device.type != "cuda":
-        return _PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return _NO_GPU
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin)
 
 
 def _within(mask: int, window: int | None) -> int:
