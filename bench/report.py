@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_ABSOLUTE = re.compile(r"(?<![\w.])/(?:[^/\s]+/)*")  # folders of this machine say nothing to anybody else
+_ABSOLUTE = re.compile(r"(?<![\w.])/(?:[^/\s?=]+/)*")  # folders of this machine say nothing to anybody else
 PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "spec_bench_dev.jsonl"
 
 

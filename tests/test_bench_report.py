@@ -14,7 +14,7 @@ from bench.report import Report
 def test_json_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are kept without the folders of the machine; other text stays as it is."""
     path = tmp_path / "out.json"
-    arguments = ["--json", str(path), "--ssm", "model:/srv/models/x?llm=/srv/y", "--single", "model:relative/x", "1/2"]
+    arguments = ["--json", str(path), "--ssm", "model:/a/b/x?llm=/a/y", "--single", "model:relative/x", "1/2"]
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     report = Report("a bench")
     report.add("figure", 1.0, "x", ">= 1", True)
