@@ -12,7 +12,7 @@ COPY README.md LICENSE deploy/docker/strip.py ./
 COPY graftree graftree
 COPY router router
 RUN pip install --no-compile --no-deps . \
-    && python strip.py --pulling
+    && python strip.py --router
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp graftree && install -d -o 10001 -g 10001 /models

@@ -1,6 +1,7 @@
-"""Run while an image is built: `strip.py [--pulling]` makes this environment smaller, and compiles what is left.
+"""Run while an image is built: `strip.py [--router]` makes this environment smaller, and compiles what is left.
 
-A read-only image cannot compile later. With --pulling goes what only pulling a model needs, pip among it.
+A read-only image cannot compile later. With --router goes what a tier without a model never uses: what
+pulls models, pip among it, and the SSMs that ship.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ USELESS = (
     *("grpc/**/*.pyx", "grpc/**/*.pxi", "grpc/**/*.pxd"),
     *("torch/test", "torch/include", "torch/share", "torch/**/*.a"),
 )
-PULLING = (
+MODELS = (
+    "graftree/models/shipped_ssm",
     *("pip", "pip-*", "hf_xet*", "pygments*"),
     *("setuptools", "setuptools-*", "pkg_resources", "_distutils_hack", "distutils-precedence.pth"),
 )
@@ -32,4 +34,4 @@ def strip(site: Path, patterns: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    strip(Path(sysconfig.get_path("purelib")), USELESS + (PULLING if "--pulling" in sys.argv else ()))
+    strip(Path(sysconfig.get_path("purelib")), USELESS + (MODELS if "--router" in sys.argv else ()))
