@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from graftree.models.graphs import MAX_GRAPHS, Tier, Tiers
+from graftree.models.graphs import MAX_GRAPHS, CudaRecorder, Tier, Tiers
 from graftree.models.load import load
 from graftree.models.rows import Rows, chain_rows
 from graftree.models.runner import TreeRunner
@@ -129,6 +132,18 @@ def test_what_a_graph_was_left_with_does_not_matter() -> None:
             layer.fill_(torch.nan)
     for again, before in zip(step_in(run, trees), first, strict=True):
         assert torch.equal(again, before)
+
+
+def test_with_the_kernel_that_a_gpu_runs() -> None:
+    """Triton's attention on reserved layouts that are filled again and again, in its interpreter, window and all."""
+    uri = FAMILIES["mistral-window"]
+    run = TreeRunner(load(uri), kv_tokens=512, implementation="triton", graph_bytes=1)
+    assert run.graphs is not None
+    run.graphs.tiers, run.graphs.record_at = Tiers((2,), (8,), (64,)), 1
+    for trees in ([random_tree(2, 9, 4), random_tree(3, 20, 3)], [random_tree(5, 1, 8)]):
+        for tree, logits in zip(trees, step_in(run, trees), strict=True):
+            assert difference(logits, tree.expected(uri)) < TOLERANCE
+    assert (run.graphs.counts.replayed, len(run.graphs.recorded)) == (2, 1)
 
 
 def test_logits_stay_when_the_next_step_runs() -> None:
@@ -309,6 +324,67 @@ def test_a_step_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "capturing" in caplog.text
     assert run.graphs.counts.replayed == 0
+
+
+class Cuda:
+    """Stands where torch.cuda is: notes what is asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.free = [1000, 940, 940, 900]
+
+    def note(self, name: str) -> Any:
+        self.calls.append(name)
+        return nullcontext()
+
+    def graph(self, graph: Any, *, pool: Any, stream: str, capture_error_mode: str) -> Any:
+        return self.note(f"capture into {pool} on {stream}, {capture_error_mode}")
+
+    def mem_get_info(self, _: Any) -> tuple[int, int]:
+        return self.free.pop(0), 0
+
+    def current_stream(self, _: Any) -> Any:
+        return SimpleNamespace(wait_stream=lambda stream: self.note(f"wait for {stream}"))
+
+    def make_graph(self) -> Any:
+        return SimpleNamespace(pool=lambda: "pool", replay=lambda: self.note("replay"))
+
+
+class Stream(str):
+    def wait_stream(self, _: Any) -> None:
+        """Nothing is under way."""
+
+
+def test_the_order_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs beside the current stream, then one that is captured, all graphs into one pool; memory is counted; a
+    replay launches the graph and gives what was captured. torch.cuda itself is played here."""
+    cuda = Cuda()
+    for name, value in {
+        "Stream": lambda _: Stream("side"),
+        "synchronize": lambda _: cuda.note("synchronize"),
+        "stream": lambda _: cuda.note("beside"),
+        "CUDAGraph": cuda.make_graph,
+        "graph": cuda.graph,
+        "mem_get_info": cuda.mem_get_info,
+        "current_stream": cuda.current_stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    result = torch.ones(1)
+
+    def run() -> torch.Tensor:
+        cuda.note("run")
+        return result
+
+    first = recorder.record(run)
+    order = ["synchronize", "beside", "run", "run", "wait for side", "capture into None on side, thread_local", "run"]
+    assert cuda.calls == [*order, "synchronize"]
+    recorder.record(run)
+    assert "capture into pool on side, thread_local" in cuda.calls
+    assert recorder.used_bytes == 100
+    cuda.calls.clear()
+    assert first() is result
+    assert cuda.calls == ["replay"]
 
 
 def test_half_precision() -> None:

@@ -75,11 +75,14 @@ def step_time(runner: Runner, config: VerifierConfig) -> StepTime | None:
 
 def _warm_up(runner: TreeRunner, config: VerifierConfig) -> None:
     limit = min(runner.spec.max_context, config.step_tokens, runner.pool.num_blocks * config.block_size)
-    blocks = runner.pool.allocate(-(-min(limit, max(_WARM_UP_ROWS)) // config.block_size))
+    recorded = runner.graphs is not None
+    blocks = runner.pool.allocate(-(-(limit if recorded else min(limit, max(_WARM_UP_ROWS))) // config.block_size))
     begun = time.monotonic()
     runner.prepare()
     for count in _WARM_UP_ROWS:
         if count <= limit:
             runner.forward([chain_rows(blocks, 0, [0] * count, logits=range(count))])
+    if recorded:  # the steps above were replayed; what prompts run is compiled now, too
+        runner.forward([chain_rows(blocks, 0, [0] * limit)])
     runner.pool.free(blocks)
     log.info("warmed up", milliseconds=round((time.monotonic() - begun) * 1000))
