@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=report.PROMPTS)
     parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=50, help="of each text")
+    parser.add_argument("--longest", type=int, default=2048, help="prompt, in tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--context", type=int, default=200)
     options: argparse.Namespace = parser.parse_args(arguments)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     sizes(options.model, out)
     costs(runners, options.context, options.rounds, out)
-    departures(runners, asked(options.model, options.prompts, options.texts), options.tokens, out)
+    departures(runners, asked(options.model, options.prompts, options.texts, options.longest), options.tokens, out)
     out.add("threads", torch.get_num_threads())
     return out.finish(options.json)
 

@@ -10,7 +10,6 @@ it is asked whether another would have been chosen now, and how far its log prob
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections.abc import Sequence
@@ -161,11 +160,11 @@ def departures(name: str, runner: TreeRunner, answers: Sequence[Text], out: repo
         out.add(f"{name}, {company}: texts of {len(answers)} that would part", texts)
 
 
-def asked(model: str, path: Path, count: int) -> list[Text]:
-    """Prompts of all categories, evenly, without answers."""
-    lines = report.prompts(path, 10**6)
-    categories = len({line["category"] for line in lines})
-    chosen = prompts(lines, Tokenizer.load(model), math.ceil(count / categories))[:count]
+def asked(model: str, path: Path, count: int, longest: int) -> list[Text]:
+    """Prompts of at most `longest` tokens, evenly over the set, without answers."""
+    found = prompts(report.prompts(path, 10**6), Tokenizer.load(model), 10**6)
+    short = [prompt for prompt in found if len(prompt.token_ids) <= longest]
+    chosen = [short[index * len(short) // count] for index in range(min(count, len(short)))]
     return [Text(list(prompt.token_ids), len(prompt.token_ids), []) for prompt in chosen]
 
 
@@ -176,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=report.PROMPTS)
     parser.add_argument("--texts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=100, help="of each text")
+    parser.add_argument("--longest", type=int, default=2048, help="prompt, in tokens")
     parser.add_argument("--exact-texts", type=int, default=6, help="gone through with deterministic")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--context", type=int, default=200)
@@ -184,17 +184,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.texts = options.exact_texts = 3
         options.tokens, options.rounds = min(options.tokens, 12), 2
     out = report.Report("invariance")
-    texts = asked(options.model, options.prompts, options.texts)
+    texts = asked(options.model, options.prompts, options.texts, options.longest)
     runners = {
         exact: TreeRunner(load(options.model, dtype=options.dtype), kv_tokens=1 << 16, deterministic=exact)
         for exact in (False, True)
     }
-    for exact, runner in runners.items():
-        answers = run(runner, texts[: options.exact_texts] if exact else texts, tokens=options.tokens)
-        departures("deterministic" if exact else "default", runner, answers, out, exact)
     out.add("deterministic, rows that a step may have", ", ".join(map(str, runners[True].sizes)))
     named = {"default": runners[False], "deterministic": runners[True]}
     costs(named, options.context, options.rounds, out)
+    for exact, runner in runners.items():
+        answers = run(runner, texts[: options.exact_texts] if exact else texts, tokens=options.tokens)
+        departures("deterministic" if exact else "default", runner, answers, out, exact)
     out.add("threads", torch.get_num_threads())
     return out.finish(options.json)
 

@@ -83,7 +83,7 @@ def round_linears(model: nn.Module) -> None:
     """Swap a model's linear layers for int8 ones, in place; the embedding stays as it is."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) in (nn.Linear, PlainLinear):
+            if isinstance(child, PlainLinear) or type(child) is nn.Linear:
                 setattr(module, name, Int8Linear(child.weight, child.bias))
             elif type(child) is Conv1D:
                 setattr(module, name, Int8Linear(child.weight.t(), child.bias))

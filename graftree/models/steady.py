@@ -111,9 +111,9 @@ def agreeing(run: Callable[[Sequence[Rows], int, PagedKV], Tensor], kv: PagedKV,
             groups.append((found, [size]))
     if not groups:
         raise Incompatible("deterministic: here a row's logits change with its place in a step, at every size")
-    sizes = tuple(max(groups, key=lambda group: len(group[1]))[1])
-    _compare_chunks(run, kv, spec, sizes)
-    return sizes
+    most = tuple(max(groups, key=lambda group: len(group[1]))[1])
+    _compare_chunks(run, kv, spec, most)
+    return most
 
 
 def _compare_chunks(
