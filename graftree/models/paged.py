@@ -7,11 +7,13 @@ there is: kv_tokens * bytes_per_token, taken at the start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from graftree.models.blocks import BlockPool as BlockPool
+from kernels.rows import move_rows, write_rows
 
 
 class PagedKV:
@@ -35,6 +37,7 @@ class PagedKV:
         # Not zeroed: only rows that were written are read, and untouched pages take no memory yet.
         self._data = torch.empty((2, layers, num_blocks, block_size, kv_heads, head_dim), dtype=dtype, device=device)
         self._rows = self._data.view(2, layers, num_blocks * block_size, kv_heads, head_dim)
+        self._planes = self._rows.flatten(0, 1)
         self.keys: list[Tensor] = list(self._data[0])
         self.values: list[Tensor] = list(self._data[1])
         self._key_rows: list[Tensor] = list(self._rows[0])
@@ -80,19 +83,18 @@ class PagedKV:
         self._data.index_fill_(2, torch.tensor(blocks, dtype=torch.int64, device=self._data.device), 0)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store one layer's rows. slots: (N,) int64 physical rows; key, value: (N, KVH, D)."""
-        self._key_rows[layer].index_copy_(0, slots, key)
-        self._value_rows[layer].index_copy_(0, slots, value)
+        """Store one layer's rows. slots: (N,) int64 physical rows, see `write_rows`; key, value: (N, KVH, D)."""
+        write_rows(self._key_rows[layer], self._value_rows[layer], slots, key, value)
 
     def move_rows(self, blocks: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy logical rows `sources` of one sequence to `targets`, in all layers, as if all at once."""
         pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s != t]
         if not pairs:
             return
-        device = self._data.device
-        source = torch.tensor(self.slots(blocks, [s for s, _ in pairs]), device=device)
-        target = torch.tensor(self.slots(blocks, [t for _, t in pairs]), device=device)
-        self._rows.index_copy_(2, target, self._rows.index_select(2, source))
+        # Accepted rows move down in order; whatever else is asked for, torch does through a copy.
+        down = all(s > t for s, t in pairs) and all(a < b for (a, _), (b, _) in pairwise(pairs))
+        source, target = self._index(blocks, [s for s, _ in pairs]), self._index(blocks, [t for _, t in pairs])
+        move_rows(self._planes, source, target, implementation="auto" if down else "torch")
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], rows: Sequence[int]) -> None:
         """Copy logical rows of one sequence to the same rows of another, in all layers.
@@ -102,16 +104,20 @@ class PagedKV:
             rows: which.
         """
         if rows:
-            self.write_rows(targets, rows, self.read_rows(sources, rows))
+            move_rows(self._planes, self._index(sources, rows), self._index(targets, rows))
 
     def read_rows(self, blocks: Sequence[int], rows: Sequence[int]) -> Tensor:
         """(2, layers, len(rows), KVH, D) copy of a sequence's logical rows: keys, then values."""
-        return self._rows.index_select(2, torch.tensor(self.slots(blocks, rows), device=self._data.device))
+        return self._rows.index_select(2, self._index(blocks, rows))
 
     def write_rows(self, blocks: Sequence[int], rows: Sequence[int], data: Tensor) -> None:
         """Store what `read_rows` returned, here or on another pod with the same model."""
-        slots = torch.tensor(self.slots(blocks, rows), device=self._data.device)
-        self._rows.index_copy_(2, slots, data.to(self._data))
+        self._rows.index_copy_(2, self._index(blocks, rows), data.to(self._data))
+
+    def _index(self, blocks: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """(len(rows),) int64 physical rows on the cache's device, brought there without waiting for it."""
+        host = torch.tensor(self.slots(blocks, rows), dtype=torch.int64)
+        return host.pin_memory().to(self._data.device, non_blocking=True) if self._data.is_cuda else host
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """(2, layers, len(blocks), block_size, KVH, D) copy of whole blocks, on the cache's device."""
