@@ -125,6 +125,7 @@ def sequences(draw: st.DrawFn) -> tuple[int, int, list[int]]:
     return context, before, tree_masks(parents)[before:]
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "static"])
 @settings(max_examples=40, deadline=None)
 @given(
     batch=st.lists(sequences(), min_size=1, max_size=5),
@@ -134,7 +135,8 @@ def sequences(draw: st.DrawFn) -> tuple[int, int, list[int]]:
     softcap=st.sampled_from((None, 2.0)),
     seed=st.integers(0, 99),
 )
-def test_cpu_equals_reference(
+def test_torch_equals_reference(
+    implementation: str,
     batch: list[tuple[int, int, list[int]]],
     heads: tuple[int, int],
     block_size: int,
@@ -142,9 +144,9 @@ def test_cpu_equals_reference(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """On random ragged batches, head groupings, block sizes, windows and softcaps the CPU path is the reference."""
+    """On random ragged batches, head groupings, block sizes, windows and softcaps they are the reference."""
     case = Case(batch, heads=heads[0], kv_heads=heads[1], block_size=block_size, seed=seed)
-    got = case.run("cpu", sliding_window=window, softcap=softcap)
+    got = case.run(implementation, sliding_window=window, softcap=softcap)
     expected = case.run("reference", sliding_window=window, softcap=softcap)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -168,7 +170,8 @@ def test_garbage_of_others_stays_out() -> None:
             owned[case.tables[sequence, row // 16], row % 16] = True
     case.keys[~owned] = math.nan
     case.values[~owned] = math.nan
-    torch.testing.assert_close(case.run("cpu"), expected, rtol=1e-5, atol=1e-5)
+    for implementation in ("cpu", "static"):
+        torch.testing.assert_close(case.run(implementation), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_sequence_does_not_feel_another() -> None:
