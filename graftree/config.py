@@ -148,8 +148,8 @@ class VerifierConfig(PodConfig, KvStoreConfig):
     )
     weights: Literal["full", "int8"] = Field(
         "full",
-        description="full, or int8: weight-only quantisation of linear layers, for less memory (extra int8; on a CPU "
-        "with dtype bfloat16; docs/performance.md)",
+        description="full, or int8: weight-only quantisation of linear layers, for less memory (on a CPU with dtype "
+        "bfloat16; docs/performance.md)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the LLM; 0 = torch's choice")

@@ -1,22 +1,19 @@
 """Weight-only int8: linear layers whose weights are whole numbers from -127 to 127 and one factor per output.
 
-`torchao` rounds the weights and multiplies with them on every device; what is multiplied is x @ (q * s).T, sums in
-float32. Its way on a CPU brings all of a weight back to x's dtype at every call. For the few rows of a verify step
-torch has a kernel that does not, in bfloat16 (in float32 it computes element by element, and so is not used).
+What is multiplied is x @ (q * s).T, sums in float32. torch's own operators do it: for the few rows of a verify step
+on a CPU a kernel that reads int8 (in bfloat16; in float32 it computes element by element, and so is not used),
+otherwise a product with the weight brought back to x's dtype for the moment. torchao does the latter in every case.
 
 What it saves is memory: docs/performance.md says what it costs in time, and how far answers depart.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from graftree.errors import ConfigError, InvalidArgument
+from graftree.errors import InvalidArgument
 from graftree.models.fused import PlainLinear
 
 WEIGHTS = ("full", "int8")
@@ -40,24 +37,25 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        library = _torchao()
-        weight = weight.detach()
+        weight = weight.detach().contiguous()
         self.out_features, self.in_features = weight.shape
         largest = weight.abs().amax(1, keepdim=True).float()
         self.s = torch.where(largest > 0, largest / LEVELS, 1.0).to(weight.dtype).flatten()
-        scale = self.s.float()[:, None]
-        self._weight = library.Int8Tensor.from_hp(weight.contiguous(), library.PerRow(), scale=scale)
-        self.q: Tensor = self._weight.qdata
+        levels = torch.round(weight.float() / self.s.float()[:, None])
+        self.q = levels.clamp_(-LEVELS, LEVELS).to(torch.int8)
         self._bias = None if bias is None else bias.detach()
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         self._few_rows = _FEW_ROWS if on_cpu and self.in_features % _INNER == 0 else 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) of the weight's dtype -> (..., out)."""
-        if not 0 < x.numel() <= self._few_rows * self.in_features:
-            result: Tensor = linear(x, self._weight, self._bias)
-            return result
-        result = torch._weight_int8pack_mm(x.reshape(-1, self.in_features), self.q, self.s)
+        rows = x.reshape(-1, self.in_features)
+        if 0 < len(rows) <= self._few_rows:
+            result = torch._weight_int8pack_mm(rows, self.q, self.s)
+        elif x.dtype == torch.float16:  # x @ q.T may not fit
+            result = torch.mm(rows, (self.q.to(x.dtype) * self.s[:, None]).t())
+        else:
+            result = torch.mm(rows, self.q.t().to(x.dtype)).mul_(self.s)
         if self._bias is not None:
             result += self._bias
         return result.view(*x.shape[:-1], self.out_features)
@@ -68,15 +66,11 @@ def check(weights: str, dtype: str, device: torch.device) -> None:
 
     Raises:
         InvalidArgument: there are no such weights, or not there in that dtype.
-        ConfigError: the library is not installed.
     """
     if weights not in WEIGHTS:
         raise InvalidArgument("weights", weights, f"one of {', '.join(WEIGHTS)}")
-    if weights != "int8":
-        return
-    if device.type == "cpu" and dtype != "bfloat16":
+    if weights == "int8" and device.type == "cpu" and dtype != "bfloat16":
         raise InvalidArgument("dtype", dtype, "bfloat16 with weights int8 on a CPU: it has no kernel for others")
-    _torchao()
 
 
 def round_linears(model: nn.Module) -> None:
@@ -87,12 +81,3 @@ def round_linears(model: nn.Module) -> None:
                 setattr(module, name, Int8Linear(child.weight, child.bias))
             elif type(child) is Conv1D:
                 setattr(module, name, Int8Linear(child.weight.t(), child.bias))
-
-
-def _torchao() -> Any:
-    try:
-        from torchao import quantization
-    except ImportError:
-        limit = "full: torchao is not installed (pip install 'graftree[int8]')"
-        raise ConfigError("weights", "int8", limit) from None
-    return quantization

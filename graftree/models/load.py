@@ -60,7 +60,6 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu", we
             another then. An SSM package is never rounded.
 
     Raises:
-        ConfigError: weights are int8, and what that needs is not installed.
         InvalidArgument: the URI, dtype, device or weights is none, or the directory holds no such model.
         Incompatible: the architecture is not one that transformers itself implements, or has no tokens of its own;
             or an SSM package is for another LLM than the one it is given.
