@@ -13,6 +13,7 @@ from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES, TokenTree, root_id
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import Verdict, VerifyStep
 from router.cut import Cut
+from router.links import SpeculatorLink
 from router.merge import MergedTree
 from router.metrics import Metrics, Outcome
 from router.patience import Wait
@@ -25,6 +26,8 @@ from router.verifier_seat import VerifierSeat
 
 # A living tree is allowed more than one step verifies, so that it outlives a commit.
 LIVING_FACTOR = 2
+BALANCE_SECONDS = 2.0  # between looks whether another pod of the same kind has much less to do
+UNEVEN = 0.25  # of a pod's sessions, and two at least: less is not worth sending a whole text again
 MAX_TRIES = 3  # openings of one session on one pod that keeps failing it: each sends the whole text
 
 log = structlog.get_logger(__name__)
@@ -64,6 +67,8 @@ class Drafts:
         self._max_nodes = min(LIVING_FACTOR * plan.max_nodes, MAX_TREE_NODES)
         self._max_depth = min(LIVING_FACTOR * plan.max_depth, MAX_TREE_DEPTH)
         self._seats: dict[str, SpeculatorSeat] = {}
+        self._next: dict[str, SpeculatorSeat] = {}  # by kind: on another pod, the seat from its first word on
+        self._looked_at = steering.clock()
         self._tries: dict[str, int] = {}
         self._draft_salts = (mix64(salt ^ mix64(number)) for number in count(1))
         self._seen = -1  # version of the set of pods that the seats were chosen from
@@ -99,38 +104,70 @@ class Drafts:
     # Speculators.
 
     def seat(self) -> None:
-        """Let go of speculators that gave up, take in those that are new. Costs nothing while nothing changed."""
+        """Let go of speculators that gave up, take in those that are new, move to pods that have less to do.
+
+        Costs nothing while nothing changed.
+        """
         if not self._plan.max_nodes:
             return
         lost = [(kind, seat) for kind, seat in self._seats.items() if seat.error is not None]
         for kind, seat in lost:
             del self._seats[kind]
+            if (other := self._next.pop(kind, None)) is not None:
+                self._seats[kind] = other
             self._metrics.lost_speculators += 1
             self._tries[seat.pod_id] = self._tries.get(seat.pod_id, 0) + 1
             log.debug("speculator lost", pod=seat.pod_id, reason=str(seat.error))
-        if not lost and self._seen == self._pods.version:
+        now = self._steering.clock()
+        if not lost and self._seen == self._pods.version and now < self._looked_at + BALANCE_SECONDS:
             return
-        self._seen = self._pods.version
+        self._seen, self._looked_at = self._pods.version, now
+        self._give_up_moves()
         hopeless = {pod_id for pod_id, tries in self._tries.items() if tries >= MAX_TRIES}
         for kind, link in self._pods.speculators(len(self._token_ids), hopeless).items():
-            if kind not in self._seats and self._steering.active(kind):
+            held = self._seats.get(kind)
+            if held is None:
                 self._steering.seated(kind)
-                self._seats[kind] = SpeculatorSeat(
-                    link,
-                    self._plan,
-                    self._token_ids,
-                    wire_id=next(self._wire_ids),
-                    salt=self._salt,
-                    draft_salt=next(self._draft_salts),
-                    vocab_size=self._vocab_size,
-                    max_nodes=self._max_nodes,
-                    max_depth=self._max_depth,
-                    sink=self._merge,
-                    clock=self._steering.clock,
-                )
+            if not self._steering.active(kind):
+                continue
+            if held is None:
+                self._seats[kind] = self._take_seat(link)
+            elif kind not in self._next and _is_better(link, held.link):
+                held.moves(away=True)
+                self._next[kind] = self._take_seat(link)
         for kind, _ in lost:
             if kind not in self._seats:
                 self._steering.unseated(kind)
+
+    def _take_seat(self, link: SpeculatorLink) -> SpeculatorSeat:
+        return SpeculatorSeat(
+            link,
+            self._plan,
+            self._token_ids,
+            wire_id=next(self._wire_ids),
+            salt=self._salt,
+            draft_salt=next(self._draft_salts),
+            vocab_size=self._vocab_size,
+            max_nodes=self._max_nodes,
+            max_depth=self._max_depth,
+            sink=self._merge,
+            clock=self._steering.clock,
+        )
+
+    def _give_up_moves(self) -> None:
+        """To pods that refused."""
+        for kind, seat in list(self._next.items()):
+            if seat.error is not None:
+                del self._next[kind]
+                self._tries[seat.pod_id] = self._tries.get(seat.pod_id, 0) + 1
+                self._seats[kind].moves(away=False)
+
+    def _move(self, seat: SpeculatorSeat) -> None:
+        """It has begun to draft: the seat before it is no longer needed."""
+        self._next.pop(seat.kind)
+        self._seats[seat.kind].close()
+        self._seats[seat.kind] = seat
+        self._metrics.moved_speculators += 1
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Tell the speculators what was committed, and which of them are to draft."""
@@ -138,20 +175,22 @@ class Drafts:
             return
         self._steering.committed(self.tree, len(token_ids))
         living_nodes = self._steering.living_nodes
-        for kind, seat in self._seats.items():
+        for kind, seat in (*self._seats.items(), *self._next.items()):
             if seat.error is None:
                 seat.commit(token_ids, living_nodes=living_nodes, paused=not self._steering.active(kind))
 
     def close(self) -> None:
         """No more steps, no more drafts."""
         self._steering.close()
-        for seat in self._seats.values():
+        for seat in (*self._seats.values(), *self._next.values()):
             seat.close()
 
     def _working(self) -> list[SpeculatorSeat]:
         return [seat for seat in self._seats.values() if seat.error is None and self._steering.active(seat.kind)]
 
     def _merge(self, seat: SpeculatorSeat, delta: TreeDelta) -> None:
+        if seat is self._next.get(seat.kind):
+            self._move(seat)
         stale = self.tree.stale_nodes
         placed = self.tree.add(seat.name, delta, salt=seat.draft_salt)
         self._metrics.deltas += 1
@@ -218,3 +257,14 @@ class Drafts:
         """The step left."""
         self._steering.sent(cut, len(self._token_ids), self._waited, self._waited_for)
         self._waited, self._waited_for = 0.0, frozenset()
+
+
+def _is_better(link: SpeculatorLink, seat: SpeculatorLink) -> bool:
+    """Whether a session should leave its seat for `link`.
+
+    Every router evens out its own sessions: together they are even then, and no two correct the same gap.
+    """
+    if link is seat:
+        return False
+    gap = min(seat.staying - link.staying, seat.sessions - link.sessions)
+    return seat.draining or gap >= max(2, UNEVEN * seat.staying)

@@ -314,6 +314,24 @@ class VerifierLink(Link[VerifierMember]):
 class SpeculatorLink(Link[SpeculatorMember]):
     """The stream to one speculator."""
 
+    def __init__(self, record: PodRecord, hello: StreamHello, connect_timeout: float, metrics: Metrics) -> None:
+        super().__init__(record, hello, connect_timeout, metrics)
+        self._moving: set[str] = set()  # members that draft here until another pod has begun to
+
+    @property
+    def staying(self) -> int:
+        """Sessions of this router that are to remain here."""
+        return len(self.members.keys() - self._moving)
+
+    def moves(self, wire_id: str, *, away: bool) -> None:
+        """A member is on its way to another pod, or no longer."""
+        (self._moving.add if away else self._moving.discard)(wire_id)
+
+    def leave(self, wire_id: str) -> None:
+        """As `Link.leave`."""
+        self._moving.discard(wire_id)
+        super().leave(wire_id)
+
     def join(self, member: SpeculatorMember, opening: DraftOpen) -> None:
         self.members[opening.session_id] = member
         self._put(opening)

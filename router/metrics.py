@@ -49,6 +49,7 @@ class Metrics:
         budget: nodes of a step, on average over the latest ones that had any to choose from.
         dropped_speculators: speculators put to rest in a session because they did not pay for themselves.
         readmitted_speculators: of these, the ones that did again when they were tried later.
+        moved_speculators: sessions that went on with a less busy speculator of the same kind.
         cut_rounds: rounds whose tree was made smaller because other sessions load the verifier.
         deltas: tree deltas merged.
         stale_nodes: nodes that arrived for a root that had moved on.
@@ -90,6 +91,7 @@ class Metrics:
     budget: float = 0.0
     dropped_speculators: int = 0
     readmitted_speculators: int = 0
+    moved_speculators: int = 0
     cut_rounds: int = 0
     deltas: int = 0
     stale_nodes: int = 0

@@ -114,11 +114,16 @@ class SpeculatorSeat:
         self._length += len(told)
         self._committed_at = self._clock()
 
+    def moves(self, *, away: bool) -> None:
+        """The session is on its way to another pod of this kind, or no longer."""
+        self.link.moves(self._wire_id, away=away)
+
     def missed(self, waited: float) -> None:
         """Nothing came within `waited` seconds of a commit."""
         self._learn(2 * waited)
 
     def close(self) -> None:
+        self.answered = self.complete = True  # nothing is to be waited for
         self.link.leave(self._wire_id)
 
     # What the link calls.

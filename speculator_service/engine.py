@@ -68,6 +68,7 @@ class Engine:
         self._stopped = False
         self.steps = 0
         self.leaves_expanded = 0
+        self.foreseen = 0  # committed tokens that had been sent as drafts
         self.drafting_ns = 0  # in the drafter
         self.waits = Histogram(ITL_SECONDS)  # from an open's or a commit's arrival to its first step
         self.faults: Counter[str] = Counter()
@@ -195,6 +196,7 @@ class Engine:
             message = f"committed length {operation.committed_length}, here it is {tree.committed_length}"
             self._fail(operation.session_id, Stale(message))
             return
+        self.foreseen += tree.foreseen(operation.token_ids)
         growth.commit(operation)
         try:
             self._drafter.commit(operation.session_id, operation.token_ids)

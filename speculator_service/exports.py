@@ -26,6 +26,12 @@ EXPORTS: list[Export[SpeculatorPod]] = [
         lambda pod: pod.engine.leaves_expanded,
     ),
     Export(
+        "graftree_speculator_foreseen_tokens_total",
+        "counter",
+        "Committed tokens that this pod had sent as drafts before, in one piece from the root on.",
+        lambda pod: pod.engine.foreseen,
+    ),
+    Export(
         "graftree_speculator_faults_total",
         "counter",
         "Sessions that the drafter failed, by kind.",

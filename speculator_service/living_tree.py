@@ -178,6 +178,15 @@ class LivingTree:
             node.sent = True
         return nodes
 
+    def foreseen(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens about to be committed have been sent as drafts, from the first one on."""
+        node: Node | None = self.root
+        for count, token in enumerate(token_ids):
+            node = node.children.get(token) if node is not None else None
+            if node is None or not node.sent:
+                return count
+        return len(token_ids)
+
     def calibrate(self, prior: Calibration) -> None:
         """Begin with what other sessions have learnt, and teach them."""
         self._prior, self.calibration = prior, Calibration(prior)
