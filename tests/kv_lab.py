@@ -19,8 +19,8 @@ FULL = 64
 @asynccontextmanager
 async def sharing(redis: EmbeddedRedis, **values: Any) -> AsyncIterator[VerifierPod]:
     """A verifier that loads whatever it can; the state's Redis is another one."""
-    options = {"kv_redis": redis.url, "kv_load_tokens": 1, "step_time_seconds": 0, "threads": 1} | values
-    async with pod(**options) as running:
+    how = {"kv_load_tokens": 1, "kv_wait_seconds": 20.0, "step_time_seconds": 0, "threads": 1}
+    async with pod(**{"kv_redis": redis.url} | how | values) as running:
         yield running
 
 
