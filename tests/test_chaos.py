@@ -38,7 +38,7 @@ class Lab:
     places: Places
 
     def maker(self, *kinds: tuple[str, str]) -> Troublemaker:
-        return Troublemaker(self.places, kinds, Random(3))  # type: ignore[arg-type]
+        return Troublemaker(self.places, kinds, Random(3), down_seconds=(0.1, 0.4))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
