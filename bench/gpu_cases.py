@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import TreeLayout, chain_masks
+from kernels import TreeLayout, chain_masks, tree_attention
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,22 @@ class Problem:
         """Multiplications and additions of both products, context and tree rows."""
         pairs = sum(sequence.rows * (sequence.context + sequence.rows) for sequence in self.sequences)
         return 4 * pairs * self.shape.heads * self.shape.width
+
+    def attend(self, layer: int = 0, window: int | None = None, softcap: float | None = None) -> Tensor:
+        """(N, H, D): the Triton kernel's answer."""
+        keys, values = self.caches[layer]
+        return tree_attention(
+            self.query,
+            keys,
+            values,
+            self.tables,
+            self.contexts,
+            self.layout,
+            scale=self.scale,
+            sliding_window=window,
+            softcap=softcap,
+            implementation="triton",
+        )
 
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values in one piece, (B, KVH, T, D), of sequences that are equally long."""

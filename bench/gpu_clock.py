@@ -19,11 +19,13 @@ class Timed:
     Attributes:
         run: one turn.
         graphed: whether a turn is the replay of a CUDA graph; otherwise Python's own time may show.
+        call: what a turn calls; a graph needs the tensors that it holds.
     """
 
     run: Callable[[], object]
-    count: int
-    graphed: bool
+    count: int = 1
+    graphed: bool = False
+    call: Callable[[int], object] | None = None
 
 
 def prepare(call: Callable[[int], object], layers: int, count: int, device: torch.device) -> Timed:
@@ -35,7 +37,7 @@ def prepare(call: Callable[[int], object], layers: int, count: int, device: torc
 
     if device.type != "cuda":
         call(0)
-        return Timed(every, count, False)
+        return Timed(every, count)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -49,8 +51,8 @@ def prepare(call: Callable[[int], object], layers: int, count: int, device: torc
             every()
     except RuntimeError:
         torch.cuda.synchronize()
-        return Timed(every, count, False)
-    return Timed(graph.replay, count, True)
+        return Timed(every, count)
+    return Timed(graph.replay, count, True, call)
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -82,12 +84,12 @@ def copy_bandwidth(size: int, rounds: int, device: torch.device) -> float:
     """Bytes per second, read and written, of a copy of `size` bytes within the device's memory."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / interleaved({"copy": Timed(lambda: target.copy_(source), 1, False)}, rounds, device)["copy"]
+    return 2 * size / interleaved({"copy": Timed(lambda: target.copy_(source))}, rounds, device)["copy"]
 
 
 def product_rate(size: int, rounds: int, dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of a matrix product of random numbers."""
     a, b = (torch.randn((size, size), device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    timed = interleaved({"mm": Timed(lambda: torch.mm(a, b, out=out), 1, False)}, rounds, device)
+    timed = interleaved({"mm": Timed(lambda: torch.mm(a, b, out=out))}, rounds, device)
     return 2 * float(size) ** 3 / timed["mm"]

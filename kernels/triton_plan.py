@@ -150,7 +150,9 @@ class Plan:
             count = self.rows * folded // self.tiling.block_m + self._sequences + 1
             words = self.rows * _words(capacity.tree_rows)
         self._sizes = (words, count, self.rows)
-        self._buffer = torch.empty(words + count * FIELDS // 2 + -(-self.rows // 2), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # so that it can be refilled in any mode
+            size = words + count * FIELDS // 2 + -(-self.rows // 2)
+            self._buffer = torch.empty(size, dtype=torch.int64, device=device)
         self.masks = self._buffer[:words]
         self.tiles = self._buffer[words : words + count * FIELDS // 2].view(torch.int32).view(count, FIELDS)
         self.depths = self._buffer[words + count * FIELDS // 2 :].view(torch.int32)
@@ -258,7 +260,8 @@ def gpu_size(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return _NO_GPU
     properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin)
+    # AMD's do not tell: 64 KiB.
+    return int(properties.multi_processor_count), int(getattr(properties, "shared_memory_per_block_optin", 64 << 10))
 
 
 def _within(mask: int, window: int | None) -> int:

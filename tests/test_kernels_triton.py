@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from graftree.models.load import load
 from graftree.models.runner import Rows, TreeRunner, chain_rows
-from kernels import TreeLayout, chain_masks, tree_attention
+from kernels import TreeLayout, chain_masks
 from kernels.triton_attention import refusal
 from tests.test_kernels_attention import Case, sequences, tree_masks
+from tests.test_kernels_pieces import run
 from tests.triton_cases import TOLERANCE, attend, check, error, exact
 
 BRANCHES = tree_masks([-1, -1, 0, 1, 2, 0])
@@ -191,16 +192,7 @@ def test_one_entry_point() -> None:
     case = Case([(40, 0, BRANCHES), (3, 0, [1])], width=16)
     layout = TreeLayout.of(case.sequences)
     for _ in range(2):
-        got = tree_attention(
-            case.query,
-            case.keys,
-            case.values,
-            case.tables,
-            case.contexts,
-            layout,
-            scale=0.35,
-            implementation="triton",
-        )
+        got = run(case, layout, "triton")
         assert error(got, exact(case)) <= TOLERANCE[torch.float32]
     assert len(layout.plans) == 1
 
