@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _ABSOLUTE = re.compile(r"(?<![\w.])/(?:[^/\s?=]+/)*")  # folders of this machine say nothing to anybody else
+_BEGUN = time.monotonic()  # of the program, near enough
 PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "spec_bench_dev.jsonl"
 
 
@@ -35,7 +36,6 @@ class Report:
     benchmark: str
     figures: list[Figure] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-    started: float = field(default_factory=time.time)
 
     def add(
         self, name: str, value: float | int | str, unit: str = "", target: str = "", met: bool | None = None
@@ -53,7 +53,7 @@ class Report:
         if path:
             content = {
                 "benchmark": self.benchmark,
-                "seconds": round(time.time() - self.started, 1),
+                "seconds": round(time.monotonic() - _BEGUN, 1),
                 "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
                 "arguments": [_ABSOLUTE.sub("", argument) for argument in sys.argv[1:]],
                 "figures": [asdict(figure) for figure in self.figures],
