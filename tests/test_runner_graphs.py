@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from graftree.models.graphs import MAX_GRAPHS, CudaRecorder, Tier, Tiers
+from graftree.models.graphs import MAX_GRAPHS, CudaRecorder
 from graftree.models.load import load
 from graftree.models.rows import Rows, chain_rows
 from graftree.models.runner import TreeRunner
+from graftree.models.tiers import Tier, Tiers
 from tests.runner_models import FAMILIES, Tree
 from tests.runner_models import runner as plain_runner
 from tests.test_runner_exact import difference, random_tree

@@ -2,11 +2,7 @@
 
 A step of a large model is hundreds of kernels, each of which takes a GPU less time than Python takes to launch it. A
 CUDA graph holds the launches; it always reads the same memory, so a step's inputs are written there first, and it
-always has the same size, so steps are padded up to a *tier*:
-
-    sequences      1, 2, 4, 8, 16, 32, 64
-    rows           1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513     of all sequences together
-    length         1024, 4096, 16384, 65536, 262144     cached and new rows of the longest sequence
+always has the same size, so steps are padded up to a *tier* (`graftree.models.tiers`).
 
 Padding rows belong to no sequence: their keys go to a scrap block that no sequence has, they see nothing, and nobody
 sees them. What attention knows of a step beside the inputs stands in a reserved layout (`kernels.static`,
@@ -17,19 +13,17 @@ what no tier holds run as they are. Those are bound by arithmetic, and Python ke
 
 What a session alone asks for is recorded at start-up, other tiers when they are asked for the second time, while
 fewer than `MAX_GRAPHS` are and they take less than the memory planned for them. All of one model share one pool of
-memory, as they never run at once.
+memory and one place for logits, as they never run at once.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,62 +31,15 @@ from torch import Tensor
 from graftree.models.bundle import Bundle
 from graftree.models.rows import Rows
 from graftree.models.step_inputs import Arrays, padded_arrays, step_layout
+from graftree.models.tiers import Tier, Tiers
 from kernels import TreeLayout
 
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 96
 RECORD_AT = 2  # a tier asked for once may never be again
-_USUAL_ROWS, _USUAL_LENGTHS = 129, 2  # of a session alone
-_TREE_ROWS = 128  # room for a sequence's tree where the tier has fewer rows: trees that grow in steps
 
 Replay: TypeAlias = Callable[[], Tensor]
-
-
-class Tier(NamedTuple):
-    """A size of steps that one graph serves."""
-
-    sequences: int
-    rows: int
-    length: int
-
-    @property
-    def tree_rows(self) -> int:
-        """Room for the tree rows of one sequence."""
-        return max(self.rows, _TREE_ROWS)
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The table of sizes, ascending each."""
-
-    sequences: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
-    rows: Sequence[int] = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513)  # trees and a root
-    lengths: Sequence[int] = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
-
-    def of(self, batch: Sequence[Rows]) -> Tier | None:
-        """The smallest tier that holds a step; None = it is not recorded."""
-        sizes = [len(rows.token_ids) for rows in batch]
-        trees = [rows.tree_len + size for rows, size in zip(batch, sizes, strict=True)]
-        wanted = all(list(rows.logits) == list(range(size)) for rows, size in zip(batch, sizes, strict=True))
-        if not wanted or not any(sizes):
-            return None
-        longest = max(rows.context_len + tree for rows, tree in zip(batch, trees, strict=True))
-        sequences, rows, length = (
-            _up(self.sequences, len(batch)),
-            _up(self.rows, sum(sizes)),
-            _up(self.lengths, longest),
-        )
-        if sequences is None or rows is None or length is None:
-            return None
-        tier = Tier(sequences, rows, length)
-        return tier if max(trees) <= tier.tree_rows else None
-
-    def usual(self, longest: int) -> list[Tier]:
-        """What a session alone asks for, up to `longest` rows: worth recording before the first one does."""
-        lengths = [length for below, length in pairwise((0, *self.lengths)) if below < longest][:_USUAL_LENGTHS]
-        rows = [rows for rows in self.rows if rows <= _USUAL_ROWS]
-        return [Tier(self.sequences[0], count, length) for length in lengths for count in rows]
 
 
 class Attention(Protocol):
@@ -206,6 +153,7 @@ class StepGraphs:
     counts: GraphCounts = field(default_factory=GraphCounts)
     _graphs: dict[Tier, _Graph] = field(default_factory=dict)
     _asked: Counter[Tier] = field(default_factory=Counter)
+    _logits: Tensor | None = None
     _broken: bool = False
 
     @property
@@ -252,13 +200,19 @@ class StepGraphs:
             tree_rows=tier.tree_rows,
         )
         try:
-            replay = self.recorder.record(lambda: self.run(inputs.tensors, layout))
+            replay = self.recorder.record(lambda: self._shared(self.run(inputs.tensors, layout)))
             replay()  # the plans of the layout are there at last
         except RuntimeError as error:  # steps go on without graphs
             self._broken = True
             log.warning("a step of %d rows could not be recorded, steps run without graphs: %s", tier.rows, error)
             return
         self._graphs[tier] = _Graph(inputs, layout, replay)
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        """In the place that all recordings have for them; the first run, which is not recorded, makes it."""
+        if self._logits is None:
+            self._logits = logits.new_empty((self.tiers.rows[-1], logits.shape[1]))
+        return self._logits[: len(logits)].copy_(logits)
 
     def _arrays(self, batch: Sequence[Rows], tier: Tier) -> Arrays:
         """A step's inputs, padded: their shapes depend on the tier alone."""
@@ -300,9 +254,3 @@ def attention_for(implementation: str, key_cache: Tensor, heads: int) -> tuple[s
         query = key_cache.new_empty((0, heads, key_cache.shape[-1]))
         return None if refusal(query, key_cache) else ("triton", triton_plan)
     return None
-
-
-def _up(sizes: Sequence[int], wanted: int) -> int | None:
-    """The smallest of ascending sizes that is at least as large; None = there is none."""
-    index = bisect_left(sizes, wanted)
-    return sizes[index] if index < len(sizes) else None
