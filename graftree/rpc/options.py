@@ -29,6 +29,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # The default of 1000 answers a burst with bare CANCELLED; admission is ours to decide, with RetryInfo.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
+    # Likewise a call that could not be looked at for so many seconds (30 by default); its own deadline is earlier.
+    ("grpc.server_max_unrequested_time_in_server", 3600),
     # Two servers on one port would split its connections silently.
     ("grpc.so_reuseport", 0),
 ]
