@@ -21,10 +21,7 @@ from bench import report, serve_cells, serve_rivals
 from bench.recording import Prompt, prompts
 from bench.rival_worker import Setup
 from bench.rivals import Rival
-from bench.serve_turns import WARM_UP, Service, flags
-from graftree import LocalStack
-from graftree.cli.stack import tell
-from graftree.config import DEFAULT_SPECULATORS
+from bench.serve_turns import WARM_UP, Service, flags, given, serving
 from graftree.text.tokenizer import Tokenizer
 
 SECTIONS = ("speculation", "rivals")
@@ -109,19 +106,8 @@ def main(arguments: Sequence[str] | None = None, *, in_process: bool = False) ->
         options.turns, options.per_category, options.max_new_tokens = 1, 1, min(options.max_new_tokens, 8)
         options.concurrency = [1, 4]
         options.categories = options.categories or ["translation", "qa"]
-    speculators = options.speculator or list(DEFAULT_SPECULATORS)
-    out = report.Report("serve")
-    with (
-        LocalStack(
-            options.model,
-            speculators,
-            threads=options.threads,
-            in_process=in_process,
-            verifier_options={"prefix_cache": False},
-            notify=tell,
-        ) as stack,
-        Service(stack, options.max_new_tokens) as service,
-    ):
+    out, speculators = report.Report("serve"), given(options)
+    with serving(options, in_process=in_process, prefix_cache=False) as (_, service):
         measure(service, options, speculators, out)
     out.details["speculators"] = speculators
     return out.finish(options.json)

@@ -27,11 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench import report
 from bench.recording import Prompt, prompts
-from bench.serve_turns import Service, Turn, flags
+from bench.serve_turns import Service, Turn, flags, serving
 from bench.tables import Table
 from graftree import AsyncClient, LocalStack
-from graftree.cli.stack import tell
-from graftree.config import DEFAULT_SPECULATORS, VerifierConfig
+from graftree.config import VerifierConfig
 from graftree.errors import Cancelled
 from graftree.local.processes import ProcessPod
 from graftree.models.pull import pull
@@ -277,20 +276,9 @@ def main(arguments: Sequence[str] | None = None, *, in_process: bool = False) ->
     if options.quick:
         options.concurrency, options.turns, options.requests = [1, 4], 1, 30
         options.max_new_tokens = min(options.max_new_tokens, 8)
-    speculators = options.speculator or list(DEFAULT_SPECULATORS)
     address = f"127.0.0.1:{free_port()}"
     out = report.Report("serve_load")
-    with (
-        LocalStack(
-            options.model,
-            speculators,
-            threads=options.threads,
-            in_process=in_process,
-            verifier_options={"metrics_listen": address},
-            notify=tell,
-        ) as stack,
-        Service(stack, options.max_new_tokens) as service,
-    ):
+    with serving(options, in_process=in_process, metrics_listen=address) as (stack, service):
         measure(service, Monitor(stack, address), options, out)
     return out.finish(options.json)
 

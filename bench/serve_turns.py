@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, Self, TypeVar
 from bench import report
 from bench.recording import Prompt
 from graftree import AsyncClient, LocalStack
+from graftree.cli.stack import tell
 from graftree.config import DEFAULT_MODEL, DEFAULT_SPECULATORS
 from graftree.sdk.options import SpeculationOptions
 from graftree.sdk.results import ModelInfo, Result
@@ -41,6 +43,33 @@ def flags(description: str, *, concurrency: Sequence[int], max_new_tokens: int) 
     )
     arguments.add_argument("--prompts", type=Path, default=report.PROMPTS)
     return arguments
+
+
+def given(options: argparse.Namespace) -> list[str]:
+    """The speculators that are to be used."""
+    return options.speculator or list(DEFAULT_SPECULATORS)
+
+
+@contextmanager
+def serving(
+    options: argparse.Namespace, *, in_process: bool, **verifier_options: Any
+) -> Iterator[tuple[LocalStack, Service]]:
+    """A running stack, and a connection to it.
+
+    Args:
+        options: of `flags`.
+        in_process: the stack runs in this process, for tests.
+    """
+    stack = LocalStack(
+        options.model,
+        given(options),
+        threads=options.threads,
+        in_process=in_process,
+        verifier_options=verifier_options,
+        notify=tell,
+    )
+    with stack, Service(stack, options.max_new_tokens) as service:
+        yield stack, service
 
 
 @dataclass(frozen=True)
