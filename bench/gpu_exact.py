@@ -20,9 +20,10 @@ from graftree.models.runner import TreeRunner
 from graftree.sampling import SamplingContext, SamplingParams, choose
 from graftree.tree import TokenTree
 
-# |got - expected| / |expected| over all logits: float32 sums in another order; bfloat16 rounds 2^-9 at some hundred
-# places, and padded products are summed in another order.
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# |got - expected| / |expected| over all logits. float32: sums in another order. bfloat16: a sum in another order is
+# rounded to the next number, 2^-8 away, now and then, at ten places in each of 32 layers; what one row too many or
+# too few is seen changes by far more.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 KINDS = {
     "greedy": {"temperature": 0.0},

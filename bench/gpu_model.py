@@ -176,7 +176,8 @@ def measure(options: argparse.Namespace, device: torch.device, out: report.Repor
     ratios(grid, out, targets=gpu)
     one = Cell(1, options.contexts[0], 0)
     if gpu and one in grid.times:
-        bandwidth = copy_bandwidth(4 << 30, 5, device)
+        torch.cuda.empty_cache()
+        bandwidth = copy_bandwidth(min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4), 5, device)
         out.add("copy bandwidth", bandwidth / 1e9, "GB/s")
         out.add("one-token step, share of it for weights and cache", _share(runner, read, one, bandwidth, grid))
     step_time_model(grid, out)
