@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import random
-import socket
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from bench import report
 from bench.recording import Prompt, prompts
 from bench.serve_turns import Service, Turn, flags, serving
 from bench.tables import Table
+from bench.vitals import free_port
 from graftree import AsyncClient, LocalStack
 from graftree.config import VerifierConfig
 from graftree.errors import Cancelled
@@ -110,13 +110,6 @@ class Monitor:
 def _resident(pid: int) -> int:
     path = Path(f"/proc/{pid}/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.is_file() else 0
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def block_bytes(model: str) -> int:
