@@ -95,7 +95,7 @@ async def harness(
         router = RouterPod(RouterConfig(**values), random_source=random or Random(0))
         stack.push_async_callback(router.kill)
         await router.start()
-        client_ = AsyncClient(router.address)
+        client_ = AsyncClient(router.address, reconnect=None)  # errors are looked at, not overcome
         stack.push_async_callback(client_.close)
         started = Harness(router, client_, registry)
         await started.settled(*pods)
