@@ -33,6 +33,7 @@ from verifier_service.step_times import StepTimes
 
 LENGTHS = (17, 33, 65, 129, 257, 513, 1025, 2049)
 QUICK = (17, 65, 129)
+BLOCK = 16
 DOCS = Path(__file__).resolve().parents[1] / "docs"  # the texts
 NEAR = 1.25  # where both ways take about the same time, either is right
 PREFILL, WRITING = "prefill", "prefill, written"
@@ -156,15 +157,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's choice")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens, ascending, from 17")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=list(LENGTHS), help="of a text, ascending: 16 k + 1"
+    )
     parser.add_argument("--tokens", type=int, default=8, help="tokens to compare after each load")
     options = parser.parse_args(arguments)
     if options.quick:
         options.lengths, options.rounds = list(QUICK), 2
+    if any(length < 17 or length % BLOCK != 1 for length in options.lengths) or not 0 < options.tokens < BLOCK:
+        parser.error(f"--lengths: whole blocks of {BLOCK} and one token; --tokens: 1 to {BLOCK - 1}")
     if options.threads:
         torch.set_num_threads(options.threads)
     room = max(options.lengths) + options.tokens
-    runner = TreeRunner(load(options.model), kv_tokens=4 * room)
+    runner = TreeRunner(load(options.model), kv_tokens=4 * room, block_size=BLOCK)
     times = StepTimes(step_times.measure(runner, seconds=6.0, step_tokens=STEP_TOKENS))
     with EmbeddedRedis() as redis:
         rows = asyncio.run(measure(options, runner, times, redis.url))
