@@ -306,7 +306,8 @@ async def test_after_an_outage(trouble: str) -> None:
     assert len(rest.log_probs) == 165
 
 
-async def test_a_client_whose_generation_nobody_knows_any_more() -> None:
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 5}])
+async def test_a_client_whose_generation_nobody_knows_any_more(options: dict[str, Any]) -> None:
     """Redis comes back empty after the router died: the client has the answer generated again and goes on in it."""
     with EmbeddedRedis() as redis:
         async with (
@@ -314,7 +315,7 @@ async def test_a_client_whose_generation_nobody_knows_any_more() -> None:
             stack.another() as other,
             AsyncClient([stack.router.address, other.address], rng=Random(0)) as client,
         ):
-            stream = client.stream(token_ids=PROMPT, max_new_tokens=150, temperature=1.0)
+            stream = client.stream(token_ids=PROMPT, max_new_tokens=150, **options)
             tokens = list((await anext(stream)).token_ids)
             first, second = (stack.router, other) if len(stack.router.generations) else (other, stack.router)
             redis.stop()

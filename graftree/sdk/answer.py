@@ -47,9 +47,14 @@ class _Sample:
 
 
 class Answer:
-    """What has come of one request so far. `push` takes the events in order, of one stream or of several in turn."""
+    """What has come of one request so far. `push` takes the events in order, of one stream or of several in turn.
 
-    def __init__(self) -> None:
+    Args:
+        sampled: whether tokens depend on the seed, so that a stream under another one does not fit.
+    """
+
+    def __init__(self, *, sampled: bool = True) -> None:
+        self._sampled = sampled
         self.started: generation_pb2.GenerationStarted | None = None
         self._samples = [_Sample()]
 
@@ -102,13 +107,11 @@ class Answer:
         count = max(1, started.n)
         if self.started is None:
             self._samples = [_Sample() for _ in range(count)]
-        elif (started.request_id, started.seed, count) != (
-            self.started.request_id,
-            self.started.seed,
-            len(self._samples),
+            self.started = started
+        elif (started.request_id, count) != (self.started.request_id, len(self._samples)) or (
+            self._sampled and started.seed != self.started.seed
         ):
             raise GraftreeError("the generation cannot be resumed: the router began another one")
-        self.started = started
 
     def _sample(self, index: int) -> _Sample:
         if index >= len(self._samples):

@@ -88,6 +88,14 @@ class Journey:
         """Seconds that are left; None = no limit."""
         return None if self._end is None else max(0.0, self._end - self._clock())
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the answer depends on the seed."""
+        sampling = self.request.sampling
+        return self.request.HasField("sampling") and (
+            not sampling.HasField("temperature") or sampling.temperature > 0
+        )
+
     def heard(self, *, progress: bool) -> None:
         """Something came of the call that was sent last; with `progress` it was new."""
         self._heard = True
@@ -143,7 +151,7 @@ class Journey:
         """Ask for everything: again under the same seed if nobody knows it, and compare with what is here."""
         del self.request.resume_after[:]
         answer.repeat()
-        if isinstance(error, NotFound) and answer.started is not None and _is_sampled(self.request):
+        if isinstance(error, NotFound) and answer.started is not None and self.sampled:
             self.request.sampling.seed = answer.started.seed
 
     def _ask_for_rest(self, answer: Answer) -> None:
@@ -170,10 +178,6 @@ def _is_unknown(error: GraftreeError, request: GenerateRequest) -> bool:
     return isinstance(error, NotFound) or (
         isinstance(error, InvalidArgument) and error.field.startswith("resume_after[")
     )
-
-
-def _is_sampled(request: GenerateRequest) -> bool:
-    return request.HasField("sampling") and request.sampling.temperature > 0
 
 
 def _never_sent(error: GraftreeError) -> bool:

@@ -24,7 +24,7 @@ class _Generation:
 
     def __init__(self, journey: Journey, open_: Open, stopped: threading.Event | asyncio.Event) -> None:
         self._journey, self._open, self._stopped = journey, open_, stopped
-        self._answer = Answer()
+        self._answer = Answer(sampled=journey.sampled)
         self._cancelled = False
         self._call = open_(journey)
 
