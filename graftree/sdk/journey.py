@@ -91,10 +91,10 @@ class Journey:
     @property
     def sampled(self) -> bool:
         """Whether the answer depends on the seed."""
+        if not self.request.HasField("sampling"):
+            return False
         sampling = self.request.sampling
-        return self.request.HasField("sampling") and (
-            not sampling.HasField("temperature") or sampling.temperature > 0
-        )
+        return not sampling.HasField("temperature") or sampling.temperature > 0
 
     def heard(self, *, progress: bool) -> None:
         """Something came of the call that was sent last; with `progress` it was new."""
