@@ -20,8 +20,8 @@ import torch
 from graftree import config as configuration
 from graftree.config import RouterConfig, SpeculatorConfig, VerifierConfig
 from graftree.errors import GraftreeError
-from graftree.observe.histogram import Histogram
 from graftree.models.runner import TreeRunner
+from graftree.observe.histogram import Histogram
 from graftree.pod import Pod
 from graftree.v1 import common_pb2, speculation_pb2, speculation_pb2_grpc
 from speculator_service.pod import SpeculatorPod
