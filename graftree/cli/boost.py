@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from graftree.cli.distill import add_options, parse_layers, read_prompts, settings
+from graftree.cli.distill import add_options, parse_layers, read_prompts, settings, work_directory
 from graftree.cli.stack import tell
 
 
@@ -43,7 +43,7 @@ def run(chosen: argparse.Namespace) -> int:
         [parse_layers(text) for text in chosen.ssm],
         parse_layers(chosen.single),
         chosen.out,
-        chosen.work or chosen.out.with_name(chosen.out.name + ".work"),
+        work_directory(chosen),
         run=chosen.run_length,
         prompts=read_prompts(chosen.prompts),
         quiet=chosen.quiet,

@@ -57,12 +57,22 @@ def run(chosen: argparse.Namespace) -> int:
     distill(
         settings(chosen, parse_layers(chosen.layers)),
         chosen.out,
-        chosen.work or chosen.out.with_name(chosen.out.name + ".work"),
+        work_directory(chosen),
         prompts=read_prompts(chosen.prompts),
         quiet=chosen.quiet,
         say=tell,
     )
     return 0
+
+
+def work_directory(chosen: argparse.Namespace) -> Path:
+    """Where the corpus and the checkpoints go: beside DIR unless --work says where."""
+    out: Path = chosen.out
+    if chosen.work is not None:
+        return Path(chosen.work)
+    if out.name in ("", ".."):
+        raise InvalidArgument("DIR", str(out), "a directory with a name of its own, or --work")
+    return out.with_name(out.name + ".work")
 
 
 def settings(chosen: argparse.Namespace, layers: tuple[int, ...]) -> Any:
@@ -95,7 +105,7 @@ def read_prompts(path: Path | None) -> list[str]:
     """One prompt per line; a line that is a JSON string may hold line breaks.
 
     Raises:
-        InvalidArgument: the file cannot be read, is too large, or a line is no text.
+        InvalidArgument: the file cannot be read, is too large, holds no prompt, or a line is no text.
     """
     import json
 
@@ -112,11 +122,17 @@ def read_prompts(path: Path | None) -> list[str]:
         if not line.strip():
             continue
         try:
-            prompts.append(json.loads(line) if line.startswith('"') else line)
+            prompt = json.loads(line) if line.startswith('"') else line
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument("prompts", f"line {number}", "text that is valid Unicode") from error
         except ValueError as error:
             raise InvalidArgument(
                 "prompts", f"line {number}", "a JSON string where it begins with a quote"
             ) from error
+        prompts.append(prompt)
+    if not prompts:
+        raise InvalidArgument("prompts", str(path), "a file with at least one prompt")
     return prompts
 
 

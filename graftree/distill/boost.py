@@ -16,16 +16,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graftree.distill import checkpoint
+from graftree.distill.assignment import Assignment
 from graftree.distill.card import package
-from graftree.distill.run import COUNTED, DistillSettings, device_of, train, vocabulary, write
+from graftree.distill.run import (
+    DistillSettings,
+    begin,
+    head_tokens,
+    student_of,
+    tell_set_aside,
+    train,
+    write,
+)
 from graftree.distill.streams import FORCED
-from graftree.distill.student import build, choose_tokens
-from graftree.distill.trainer import Trainer
+from graftree.distill.trainer import Trainer, TrainSettings
 from graftree.distill.writer import Written
 from graftree.errors import InvalidArgument
 from graftree.models.load import llm_identity
 from graftree.models.ssm import SsmCard
-from graftree.models.uri import ModelUri
 
 _WIDTHS = (1, 2, 3, 4)
 
@@ -82,34 +90,45 @@ def boost(
         raise InvalidArgument("run", run, f"1 to {settings.corpus.length}")
     if not layers:
         raise InvalidArgument("layers", layers, "at least one SSM")
-    identity = llm_identity(settings.llm)
+    llm = begin(settings, out, work, [*layers, single])
+    identity = llm_identity(llm)
     corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
-    llm = ModelUri.parse(settings.llm)
-    tokens = choose_tokens(corpus.shards(range(min(settings.shards, COUNTED))), vocabulary(llm), settings.head_size)
+    tokens = head_tokens(settings, corpus)
     solved = [torch.zeros(corpus.settings.streams, corpus.settings.length, dtype=torch.bool)] * settings.shards
     held_out: list[tuple[Tensor, Tensor]] = []
     marked: list[float] = []
     chosen = [*((f"ssm-{k + 1}", own) for k, own in enumerate(layers)), *([("single", single)] if single else [])]
-    for name, own in chosen:
+    assignments = [Assignment.of(own, tokens, corpus.settings, settings.shards) for _, own in chosen]
+    for index in range(len(layers)):
+        assignments[index] = _after(assignments[index], layers[:index], run, settings.train)
+    paths = [work / f"{name}.safetensors" for name, _ in chosen]
+    for path, assignment in zip(paths, assignments, strict=True):
+        if path.exists():  # none is touched where one does not fit
+            assignment.continues(path, checkpoint.read(path).get("assignment"))
+    for (name, own), path, assignment in zip(chosen, paths, assignments, strict=True):
         view = _without(solved) if name != "single" else _whole
         say(f"{name}: layers {', '.join(map(str, own))}")
-        student = build(llm, own, tokens)
-        torch.nn.Module.to(student, device_of(settings.device))
         trainer = Trainer(
-            student, corpus, tokens, settings.train, shards=settings.shards,
-            checkpoint_path=work / f"{name}.safetensors", view=view,
+            student_of(settings, own, tokens), corpus, tokens, settings.train, shards=settings.shards,
+            assignment=assignment, checkpoint_path=path, view=view,
         )  # fmt: skip
+        tell_set_aside(trainer, say)
         train(trainer, quiet)
         measures = trainer.measure()
-        package(
-            trainer.student, tokens, SsmCard(settings.llm, identity, own, len(tokens), measures=measures), out / name
-        )
+        package(trainer.student, tokens, SsmCard(str(llm), identity, own, len(tokens), measures=measures), out / name)
         held_out.append(_success(trainer, settings.shards - 1))
         if name != "single":
             solved = [solved[k] | mark(trainer, k, run) for k in range(settings.shards - settings.train.held_out)]
             marked.append(float(torch.stack(solved).float().mean()))
             say(f"{name}: {100 * marked[-1]:.1f} % of the text is marked now")
     return _report(held_out, bool(single), marked)
+
+
+def _after(own: Assignment, before: Sequence[tuple[int, ...]], run: int, settings: TrainSettings) -> Assignment:
+    """The assignment of an SSM that learns what those before it do not get."""
+    if not before:
+        return own
+    return replace(own, before=tuple(before), run_length=run, taught=(settings.epochs, settings.minutes))
 
 
 def mark(trainer: Trainer, index: int, run: int) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from graftree.models.ssm import DRAFT_IDS, README, WEIGHTS, SsmCard
+from graftree.distill.files import write_tensors
+from graftree.errors import Incompatible, Unavailable
+from graftree.models.ssm import DRAFT_IDS, README, WEIGHTS, SsmCard, weights_digest
 
 
 def package(student: PreTrainedModel, draft_ids: list[int], card: SsmCard, directory: Path, notes: str = "") -> None:
@@ -18,19 +20,29 @@ def package(student: PreTrainedModel, draft_ids: list[int], card: SsmCard, direc
 
     Args:
         notes: further text for the card, e.g. what else was tried.
+
+    Raises:
+        Incompatible: the student has weights that float16 does not hold.
+        Unavailable: the files cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: parameter.detach().to("cpu", torch.float16).contiguous()
         for name, parameter in student.named_parameters()
         if parameter.requires_grad
     }
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise Incompatible(f"{name} is not finite in float16: training went astray; take smaller learning rates")
     tensors[DRAFT_IDS] = torch.tensor(draft_ids, dtype=torch.int32)
-    save_file(tensors, directory / WEIGHTS)
-    (directory / WEIGHTS).chmod(0o644)  # the library writes files for their owner alone
-    card.write(directory)
-    size = (directory / WEIGHTS).stat().st_size / 1e6
-    (directory / README).write_text(_text(card, size, notes))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tensors(directory / WEIGHTS, tensors)
+        (directory / WEIGHTS).chmod(0o644)  # the library writes files for their owner alone
+        replace(card, weights_sha256=weights_digest(directory)).write(directory)
+        size = (directory / WEIGHTS).stat().st_size / 1e6
+        (directory / README).write_text(_text(card, size, notes))
+    except OSError as error:
+        raise Unavailable(f"{directory} cannot be written: {error}") from error
 
 
 def _text(card: SsmCard, megabytes: float, notes: str) -> str:

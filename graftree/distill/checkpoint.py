@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from graftree.distill.files import read_metadata, read_tensors, write_tensors
+from graftree.errors import Incompatible
 
 
 def save(
     path: Path, student: Mapping[str, Tensor], optimisers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any]
 ) -> None:
-    """Write the student's tensors, the optimisers' state and `about` (JSON values), in place of an earlier file."""
+    """Write the student's tensors, the optimisers' state and `about` (JSON values), in place of an earlier file.
+
+    Raises:
+        Unavailable: it cannot be written.
+    """
     tensors = {f"student.{name}": tensor.detach().contiguous() for name, tensor in student.items()}
     groups, plain = [], []
     for number, optimiser in enumerate(optimisers):
@@ -32,24 +36,43 @@ def save(
                     values.setdefault(str(index), {})[name] = value
         plain.append(values)
     metadata = {"about": json.dumps(about), "groups": json.dumps(groups), "values": json.dumps(plain)}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata=metadata)
-    os.replace(partial, path)
+    write_tensors(path, tensors, metadata)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The `about` of a checkpoint."""
-    with safe_open(path, "pt") as file:
-        about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
+    """The `about` of a checkpoint.
+
+    Raises:
+        Incompatible: it is damaged.
+    """
+    try:
+        about: dict[str, Any] = json.loads(read_metadata(path)["about"])
+    except (KeyError, ValueError) as error:
+        raise Incompatible(f"{path} is no checkpoint: delete it and run again") from error
     return about
 
 
 def restore(path: Path, student: torch.nn.Module, optimisers: Sequence[torch.optim.Optimizer]) -> None:
-    """Put a checkpoint's tensors into a student and optimisers made like those that were saved."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
+    """Put a checkpoint's tensors into a student and optimisers made like those that were saved.
+
+    Raises:
+        Incompatible: it is damaged, or was saved of others.
+    """
+    tensors = read_tensors(path)
+    try:
+        _put(tensors, read_metadata(path), student, optimisers)
+    except (KeyError, ValueError, IndexError, TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise Incompatible(f"{path} does not fit this student ({reason}): delete it and run again") from error
+
+
+def _put(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    student: torch.nn.Module,
+    optimisers: Sequence[torch.optim.Optimizer],
+) -> None:
     groups, plain = json.loads(metadata["groups"]), json.loads(metadata["values"])
-    tensors = load_file(path)
     own = dict(student.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():

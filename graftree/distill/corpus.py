@@ -6,15 +6,12 @@ first shard that is missing, and ends with the same corpus.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
+from graftree.distill.files import read_metadata, read_tensors, write_tensors
 from graftree.distill.streams import Script, Stream
 from graftree.distill.writer import Writer, Written
 from graftree.errors import Incompatible, InvalidArgument
@@ -56,6 +53,9 @@ class Corpus:
         directory: made when it is missing.
         settings: must be those of the shards that are there.
 
+    Attributes:
+        damaged: shards that cannot be read; they count as missing and are written again.
+
     Raises:
         Incompatible: a shard was written by another LLM or with other settings; names both.
     """
@@ -64,17 +64,24 @@ class Corpus:
         self.directory, self.settings = directory, settings
         directory.mkdir(parents=True, exist_ok=True)
         self._about = {key: str(value) for key, value in asdict(settings).items()}
+        self.damaged: set[Path] = set()
         for path in self._paths():
-            with safe_open(path, "pt") as file:
-                about = dict(file.metadata() or {})
+            try:
+                about = read_metadata(path)
+            except Incompatible:
+                self.damaged.add(path)
+                continue
             for key, value in self._about.items():
                 if about.get(key) != value:
-                    raise Incompatible(f"{path} was written with {key} {about.get(key)!r}, now it is {value!r}")
+                    raise Incompatible(
+                        f"{path} was written with {key} {about.get(key)!r}, now it is {value!r}: "
+                        f"take another DIR or --work, or delete {directory}"
+                    )
 
     def __len__(self) -> int:
         """Shards there are, counted from the first without a gap."""
         count = 0
-        while self._path(count).exists():
+        while self._has(count):
             count += 1
         return count
 
@@ -91,24 +98,30 @@ class Corpus:
         *,
         prompts: Sequence[Sequence[int]] = (),
         progress: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    ) -> int:
         """Write what is missing of the first `shards` shards.
 
         Args:
             prompts: user turns as token lists, dealt to the shards in turn.
             progress: told the number of shards that are there.
+
+        Returns:
+            How many of the prompts dealt to what was written found no room in it.
         """
+        left = 0
         for index in range(shards):
-            if not self._path(index).exists():
+            if not self._has(index):
                 seed = self.settings.seed * 1_000_003 + index
                 dealt = iter(prompts[index::shards])
                 streams = [Stream(script, Random(f"{seed}.{n}"), dealt) for n in range(self.settings.streams)]
                 self._save(index, writer.write(streams, self.settings.length, seed))
+                left += sum(1 for _ in dealt)
             progress(index + 1)
+        return left
 
     def read(self, index: int) -> Written:
-        """One shard."""
-        tensors = load_file(self._path(index))
+        """One shard. Raises Incompatible: it is damaged."""
+        tensors = read_tensors(self._path(index))
         return Written(*(tensors[name] for name in _NAMES))
 
     def shards(self, indices: Sequence[int]) -> Iterator[Written]:
@@ -117,9 +130,12 @@ class Corpus:
 
     def _save(self, index: int, written: Written) -> None:
         path = self._path(index)
-        partial = path.with_suffix(".partial")
-        save_file({name: getattr(written, name) for name in _NAMES}, partial, metadata=self._about)
-        os.replace(partial, path)
+        write_tensors(path, {name: getattr(written, name) for name in _NAMES}, self._about)
+        self.damaged.discard(path)
+
+    def _has(self, index: int) -> bool:
+        path = self._path(index)
+        return path not in self.damaged and path.exists()
 
     def _path(self, index: int) -> Path:
         return self.directory / f"shard-{index:05d}.safetensors"

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from transformers import PreTrainedModel
 
+from graftree.distill.assignment import Assignment
 from graftree.distill.card import package
+from graftree.distill.checks import check_answers, check_directories, check_llm
 from graftree.distill.corpus import Corpus, CorpusSettings
 from graftree.distill.streams import Script
 from graftree.distill.student import build, choose_tokens
 from graftree.distill.trainer import Progress, Trainer, TrainSettings
 from graftree.distill.writer import Writer
 from graftree.errors import InvalidArgument
-from graftree.models.load import computes_bfloat16, llm_identity, load
+from graftree.models.load import computes_bfloat16, configuration, device_of, llm_identity, load
 from graftree.models.ssm import SsmCard
 from graftree.models.uri import ModelUri
+from graftree.progress import Bar
 from graftree.text.tokenizer import Tokenizer
 
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 1_000_000, 2048
@@ -74,6 +77,8 @@ def distill(
 ) -> SsmCard:
     """Write, train, package. A run that was killed goes on from what is in `work`.
 
+    With more `tokens` than before the corpus grows and the student learns anew, from all of it.
+
     Args:
         out: directory of the package.
         work: directory of the corpus and the checkpoint.
@@ -84,19 +89,18 @@ def distill(
     Raises:
         InvalidArgument, Incompatible, Unavailable: as `graftree.models.load.load`; a `work` of another run.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    identity = llm_identity(settings.llm)
+    llm = begin(settings, out, work, [settings.layers])
+    layers = settings.layers or default_layers(llm)
+    identity = llm_identity(llm)
     corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
     shards = settings.shards
-    llm = ModelUri.parse(settings.llm)
-    tokens = choose_tokens(corpus.shards(range(min(shards, COUNTED))), vocabulary(llm), settings.head_size)
-    layers = settings.layers or default_layers(llm)
-    student = build(llm, layers, tokens)
-    torch.nn.Module.to(student, "cuda" if settings.device.startswith("cuda") else "cpu")
+    tokens = head_tokens(settings, corpus)
     trainer = Trainer(
-        student, corpus, tokens, settings.train, shards=shards, checkpoint_path=work / "checkpoint.safetensors"
-    )
+        student_of(settings, layers, tokens), corpus, tokens, settings.train, shards=shards,
+        assignment=Assignment.of(layers, tokens, corpus.settings, shards),
+        checkpoint_path=work / "checkpoint.safetensors",
+    )  # fmt: skip
+    tell_set_aside(trainer, say)
     before = trainer.measure() if trainer.progress.steps == 0 else {}
     trained = (shards - settings.train.held_out) * corpus.shard_tokens
     say(f"training {len(layers)} layers and a head of {len(tokens)} tokens on {trained} tokens of text")
@@ -110,8 +114,8 @@ def distill(
         "prompts_given": len(prompts),
         **({"top1_before": round(before["top1"], 4)} if before else {}),
     }
-    card = SsmCard(settings.llm, identity, layers, len(tokens), measures=measures, recipe=recipe)
-    package(student, tokens, card, out)
+    card = SsmCard(str(llm), identity, layers, len(tokens), measures=measures, recipe=recipe)
+    package(trainer.student, tokens, card, out)
     say(f"{out}: load it as model:{out}")
     return card
 
@@ -132,33 +136,55 @@ def write(
     corpus = Corpus(work / "corpus", replace(settings.corpus, llm=identity, prompts=digest))
     shards, there = settings.shards, len(corpus)
     if there >= shards:
+        check_answers(corpus, settings.train, shards)
         return corpus
+    for path in sorted(corpus.damaged):
+        say(f"{path} is damaged: it is written again")
     tokenizer = Tokenizer.load(settings.llm)
-    given = [tokenizer.encode(text, special_tokens=False)[:MAX_PROMPT_TOKENS] for text in prompts]
+    script = Script.of(tokenizer)
+    given = _fitting(prompts, tokenizer, script, settings.corpus.length, say)
     half = _half(settings.device)
     say(f"{settings.llm} writes {(shards - there) * corpus.shard_tokens} tokens in {half}")
     writer = Writer(load(settings.llm, dtype=half, device=settings.device), top=settings.corpus.top)
-    with tqdm(total=shards * corpus.shard_tokens, unit="tok", unit_scale=True, disable=quiet) as bar:
-        corpus.write(
+    with Bar(total=shards * corpus.shard_tokens, unit="tok", unit_scale=True, disable=quiet) as bar:
+        left = corpus.write(
             writer,
-            Script.of(tokenizer),
+            script,
             shards,
             prompts=given,
             progress=lambda count: _advance(bar, count * corpus.shard_tokens),
         )
+    if left:
+        say(f"{left} of {len(prompts)} prompts were dropped: the dialogues had no room for them; take more --tokens")
+    check_answers(corpus, settings.train, shards)
     return corpus
+
+
+def _fitting(
+    prompts: Sequence[str], tokenizer: Tokenizer, script: Script, length: int, say: Callable[[str], None]
+) -> list[list[int]]:
+    """The prompts, in tokens, that leave room for an answer in a dialogue of `length` tokens."""
+    given = [tokenizer.encode(text, special_tokens=False)[:MAX_PROMPT_TOKENS] for text in prompts]
+    room = length - len(script.start) - len(script.to_answer) - 1
+    fitting = [prompt for prompt in given if len(prompt) <= room]
+    if len(fitting) < len(given):
+        say(
+            f"{len(given) - len(fitting)} of {len(given)} prompts were dropped: with an answer they are longer than "
+            f"a dialogue; take more --length than {length}"
+        )
+    return fitting
 
 
 def train(trainer: Trainer, quiet: bool) -> None:
     minutes = trainer.settings.minutes
     total = round(60 * minutes) if minutes else trainer.total_steps
-    with tqdm(total=total, unit="s" if minutes else "step", disable=quiet) as bar:
+    with Bar(total=total, unit="s" if minutes else "step", disable=quiet) as bar:
 
         def tell(progress: Progress, value: float) -> None:
             rate = progress.tokens / max(progress.seconds, 1e-9)
             top1 = trainer.last.get("top1")
             known = "" if top1 is None else f", held-out top-1 {100 * top1:.1f} %"
-            bar.set_postfix_str(f"{rate:.0f} tok/s, loss {value:.3f}{known}")
+            bar.set_postfix_str(f"{rate:.0f} tok/s, loss {value:.3f}{known}", refresh=False)
             _advance(bar, round(progress.seconds) if minutes else progress.steps)
 
         trainer.train(tell)
@@ -166,11 +192,6 @@ def train(trainer: Trainer, quiet: bool) -> None:
 
 def _advance(bar: Any, count: int) -> None:
     bar.update(max(0, count - bar.n))
-
-
-def device_of(device: str) -> torch.device:
-    """Where the student learns: auto is CUDA where there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
 def _half(device: str) -> str:
@@ -184,5 +205,41 @@ def vocabulary(llm: ModelUri) -> int:
 
 def default_layers(llm: ModelUri) -> tuple[int, ...]:
     """The first two and the last, as the lower layers read and the last one speaks."""
-    count = load(llm).model.config.num_hidden_layers
-    return (*range(min(2, count - 1)), count - 1)
+    kept = llm.kept_layers or tuple(range(configuration(llm).num_hidden_layers))
+    return (*kept[: min(2, len(kept) - 1)], kept[-1])
+
+
+def begin(settings: DistillSettings, out: Path, work: Path, students: Sequence[tuple[int, ...]]) -> ModelUri:
+    """Refuse what cannot come to an end before there is any work, and set torch's threads.
+
+    Raises:
+        InvalidArgument: a device, layer, length or directory that cannot be; named.
+    """
+    device_of(settings.device)
+    check_directories(out, work)
+    llm = ModelUri.parse(settings.llm)
+    check_llm(llm, students, settings.corpus.length)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    return llm
+
+
+def head_tokens(settings: DistillSettings, corpus: Corpus) -> list[int]:
+    """The tokens that a head is given a row for."""
+    shards = corpus.shards(range(min(settings.shards, COUNTED)))
+    return choose_tokens(shards, vocabulary(ModelUri.parse(settings.llm)), settings.head_size)
+
+
+def student_of(settings: DistillSettings, layers: tuple[int, ...], tokens: list[int]) -> PreTrainedModel:
+    """A new student, where it learns."""
+    student = build(ModelUri.parse(settings.llm), layers, tokens)
+    torch.nn.Module.to(student, device_of(settings.device))
+    return student
+
+
+def tell_set_aside(trainer: Trainer, say: Callable[[str], None]) -> None:
+    """Say that training begins anew, where it does although there was a checkpoint."""
+    if trainer.set_aside is not None:
+        say(
+            f"the checkpoint learned from another amount of text: training begins anew; it is now {trainer.set_aside}"
+        )

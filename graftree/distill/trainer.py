@@ -6,6 +6,7 @@ function of (seed, epoch), and the state of the optimisers is saved with the wei
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graftree.distill import checkpoint
+from graftree.distill.assignment import REMEDY, Assignment
 from graftree.distill.corpus import Corpus
 from graftree.distill.student import Batch, hits, loss
 from graftree.distill.writer import Written
@@ -25,6 +27,7 @@ from graftree.errors import Incompatible, InvalidArgument
 from graftree.models.load import computes_bfloat16
 from graftree.models.ssm import embedding_rows
 
+MEASURED = 64  # sequences of each held-out shard
 _TOGETHER = 4  # shards whose sequences are mixed
 
 
@@ -81,10 +84,18 @@ class Trainer:
         student: with float32 parameters; those that take no gradient stay as they are.
         corpus: at least `held_out` + 1 shards.
         draft_ids: the token of each row of the student's head.
+        assignment: what the student is; None = a checkpoint is not compared with it.
         checkpoint_path: file that a killed run goes on from, written every `checkpoint_seconds`; None = none is kept.
         view: of a shard's number and text, what the student sees of it, e.g. with some of it not counted.
         mixed: compute in bfloat16 where the device does so natively.
         clock: seconds.
+
+    Attributes:
+        set_aside: where a checkpoint of this student went that had learned from another amount of text: training
+            began anew then. None = there was none.
+
+    Raises:
+        Incompatible: the checkpoint is damaged, or was made by another student or with other settings.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class Trainer:
         settings: TrainSettings,
         *,
         shards: int,
+        assignment: Assignment | None = None,
         checkpoint_path: Path | None = None,
         checkpoint_seconds: float = 120.0,
         mixed: bool | None = None,
@@ -106,6 +118,8 @@ class Trainer:
         self.student, self.settings, self.progress = student, settings, Progress()
         self.last: dict[str, float] = {}
         self._corpus, self._shards, self._clock, self._view = corpus, shards, clock, view
+        self._assignment = assignment
+        self.set_aside: Path | None = None
         self._checkpoint, self._checkpoint_seconds = checkpoint_path, checkpoint_seconds
         self._device = student.device
         self._mixed = computes_bfloat16(self._device) if mixed is None else mixed
@@ -160,7 +174,7 @@ class Trainer:
         return torch.cat(parts), Batch.of(written, rows, self._row_of, torch.device("cpu"))
 
     @torch.no_grad()
-    def measure(self, sequences: int = 64) -> dict[str, float]:
+    def measure(self, sequences: int = MEASURED) -> dict[str, float]:
         """Top-k success over held-out answers: the share whose most likely token is among the student's first k."""
         self.student.eval()
         total = torch.zeros(6, dtype=torch.int64)
@@ -233,14 +247,20 @@ class Trainer:
         if self._checkpoint is None:
             return
         learning = {name: p for name, p in self.student.named_parameters() if p.requires_grad}
-        about = {"settings": asdict(self.settings), "progress": asdict(self.progress)}
+        about: dict[str, Any] = {"settings": asdict(self.settings), "progress": asdict(self.progress)}
+        if self._assignment is not None:
+            about["assignment"] = self._assignment.about()
         checkpoint.save(self._checkpoint, learning, self._optimisers, about)
 
     def _restore(self, path: Path) -> None:
         about, own = checkpoint.read(path), asdict(self.settings)
+        if self._assignment is not None and not self._assignment.continues(path, about.get("assignment")):
+            self.set_aside = path.with_suffix(".before")
+            os.replace(path, self.set_aside)
+            return
         for name in own.keys() - {"epochs", "minutes"}:
             if (before := about["settings"].get(name)) != own[name]:
-                raise Incompatible(f"{path} was made with {name} {before}, now it is {own[name]}")
+                raise Incompatible(f"{path} was made with {name} {before}, now it is {own[name]}: {REMEDY}")
         self.progress = Progress(**about["progress"])
         checkpoint.restore(path, self.student, self._optimisers)
 

@@ -68,7 +68,7 @@ def load(uri: str | ModelUri, *, dtype: str = "float32", device: str = "cpu", we
     parsed = ModelUri.parse(uri)
     if dtype not in (*_DTYPES, "auto"):
         raise InvalidArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}, auto")
-    where = _device(device)
+    where = device_of(device)
     int8.check(weights, dtype, where)
     if parsed.kind == "directory" and is_package(Path(parsed.name)):
         half = computes_bfloat16(where)
@@ -121,7 +121,8 @@ def _load_ssm(uri: ModelUri, dtype: str, where: torch.device) -> LoadedModel:
     directory = Path(uri.name)
     card = ssm.SsmCard.read(directory)
     llm = ModelUri.parse(str(uri.options.get("llm", card.llm)))
-    if (found := llm_identity(llm)) != card.llm_identity:
+    weights = ssm.check_weights(card, directory)
+    if (found := _identity_of(llm, uri)) != card.llm_identity:
         raise Incompatible(f"{uri} was made for the LLM {card.llm} ({card.llm_identity[:12]}), {llm} is {found[:12]}")
     tokenizer = Tokenizer.load(llm)
     with _ONE_AT_A_TIME:
@@ -130,7 +131,7 @@ def _load_ssm(uri: ModelUri, dtype: str, where: torch.device) -> LoadedModel:
     model.requires_grad_(False)
     spec = ModelSpec(
         name=str(uri),
-        fingerprint=model_fingerprint({"ssm": ssm.digest(card, directory)}, dtype),
+        fingerprint=model_fingerprint({"ssm": ssm.digest(card, weights)}, dtype),
         vocab_fingerprint=tokenizer.vocab_fingerprint,
         vocab_size=ssm.embedding_rows(model),
         max_context=max_context(model.config.to_dict()),
@@ -139,6 +140,34 @@ def _load_ssm(uri: ModelUri, dtype: str, where: torch.device) -> LoadedModel:
     )
     torch.nn.Module.to(model, where)
     return LoadedModel(model, spec, draft_ids.to(where), str(llm), card.llm_identity)
+
+
+def _identity_of(llm: ModelUri, package: ModelUri) -> str:
+    """`llm_identity` of a package's LLM, with an error that says how to name another place."""
+    try:
+        return llm_identity(llm)
+    except (InvalidArgument, Unavailable, OSError) as error:
+        cls = Unavailable if isinstance(error, Unavailable) else Incompatible
+        raise cls(f"{package}: its LLM {llm} is not there ({error}); say where: {package.name}?llm=URI") from error
+
+
+def configuration(uri: str | ModelUri) -> PretrainedConfig:
+    """An LLM's configuration, with all its layers; no weights are read.
+
+    Raises:
+        InvalidArgument, Incompatible, Unavailable: as `load`.
+    """
+    parsed = ModelUri.parse(uri)
+    if parsed.kind == "random":
+        return random_models.config_of(parsed)
+    directory = pull(parsed, progress=False)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise Incompatible(f"{parsed}: transformers cannot read its configuration: {error}") from error
+    return config
 
 
 def few_layers(llm: ModelUri, layers: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:
@@ -154,8 +183,7 @@ def few_layers(llm: ModelUri, layers: tuple[int, ...], dtype: torch.dtype) -> Pr
         model = random_models.build(llm, dtype)
         keep_layers(model, layers)
         return model
-    directory = pull(llm, progress=False)
-    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    directory, config = pull(llm, progress=False), configuration(llm)
     if max(layers) >= config.num_hidden_layers:
         raise InvalidArgument("layers", max(layers), f"below the LLM's {config.num_hidden_layers}")
     types = getattr(config, "layer_types", None)
@@ -248,7 +276,8 @@ def computes_bfloat16(device: torch.device) -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
+    """Where auto, cpu, cuda or cuda:N is; auto is CUDA where there is one. Raises InvalidArgument: nowhere."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

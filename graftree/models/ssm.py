@@ -4,8 +4,8 @@
     model.safetensors   what was trained, and `draft_ids`, the token of each row of the head
     README.md           the card for people
 
-The embedding is the LLM's own, read from the LLM's files when the SSM is loaded, and not in the package. So is every
-other tensor that training left alone.
+The embedding is the LLM's own, read from the LLM's files when the SSM is loaded, and not in the package. Every other
+parameter is.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class SsmCard:
         format: of the package.
         measures: held-out figures, e.g. {"top1": 0.41}.
         recipe: how it was made.
+        weights_sha256: SHA-256 (hex) of model.safetensors; "" in packages of before there was this entry.
     """
 
     llm: str
@@ -51,6 +52,7 @@ class SsmCard:
     format: int = FORMAT
     measures: Mapping[str, float] | None = None
     recipe: Mapping[str, Any] | None = None
+    weights_sha256: str = ""
 
     @classmethod
     def read(cls, directory: Path) -> SsmCard:
@@ -72,6 +74,8 @@ class SsmCard:
         layers = tuple(given["layers"])
         if not layers or len(layers) > 256 or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
             raise Incompatible(f"{directory / CARD}: layers is {given['layers']!r}, not a list of layer numbers")
+        if not isinstance(given.get("weights_sha256", ""), str):
+            raise Incompatible(f"{directory / CARD}: weights_sha256 is not a str")
         known = {field.name for field in fields(cls)}
         return cls(**{**{k: v for k, v in given.items() if k in known}, "layers": layers})
 
@@ -80,10 +84,31 @@ class SsmCard:
         (directory / CARD).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def digest(card: SsmCard, directory: Path) -> str:
-    """SHA-256 (hex) over what determines the SSM's function."""
-    with (directory / WEIGHTS).open("rb") as file:
-        weights = hashlib.file_digest(file, "sha256").hexdigest()
+def weights_digest(directory: Path) -> str:
+    """SHA-256 (hex) of a package's weights. Raises Incompatible: they cannot be read."""
+    try:
+        with (directory / WEIGHTS).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Incompatible(f"{directory / WEIGHTS} cannot be read: {error}") from error
+
+
+def check_weights(card: SsmCard, directory: Path) -> str:
+    """`weights_digest`, after a look whether the weights are those that the card was written for.
+
+    Raises:
+        Incompatible: they are others, or cannot be read.
+    """
+    found = weights_digest(directory)
+    if card.weights_sha256 not in ("", found):
+        raise Incompatible(
+            f"{directory / WEIGHTS} is damaged: its SHA-256 is {found[:12]}, {CARD} says {card.weights_sha256[:12]}"
+        )
+    return found
+
+
+def digest(card: SsmCard, weights: str) -> str:
+    """SHA-256 (hex) over what determines the SSM's function. weights: `weights_digest`."""
     return hashlib.sha256(f"{card.llm_identity} {card.layers} {weights}".encode()).hexdigest()
 
 
@@ -108,24 +133,36 @@ def fill(model: PreTrainedModel, card: SsmCard, directory: Path) -> Tensor:
         draft_ids, (H,) int64: the token of each row of the head.
 
     Raises:
-        Incompatible: tensors that do not fit; names the first.
+        Incompatible: a tensor that does not fit, is missing or is not finite; names the first.
     """
+    path = directory / WEIGHTS
     try:
-        tensors = load_file(directory / WEIGHTS)
+        tensors = load_file(path)
     except Exception as error:
-        raise Incompatible(f"{directory / WEIGHTS} cannot be read: {error}") from error
+        raise Incompatible(f"{path} cannot be read: {error}") from error
     ids = tensors.pop(DRAFT_IDS, None)
     rows = embedding_rows(model)
-    if ids is None or ids.shape != (card.head_size,) or ids.min() < 0 or ids.max() >= rows:
-        raise Incompatible(f"{directory / WEIGHTS}: {DRAFT_IDS} is not {card.head_size} tokens below {rows}")
+    if ids is None or not _are_tokens(ids, card.head_size, rows):
+        raise Incompatible(f"{path}: {DRAFT_IDS} is not {card.head_size} different tokens below {rows}")
     give_head(model, ids.tolist())
-    own = dict(model.named_parameters())
+    embedding = model.get_input_embeddings().weight
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter is not embedding}
+    if missing := sorted(own.keys() - tensors.keys()):
+        raise Incompatible(f"{path}: {missing[0]} is missing, of {len(card.layers)} layers and a head")
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape:
-            raise Incompatible(f"{directory / WEIGHTS}: {name} {tuple(tensor.shape)} does not fit {card.llm}")
+            raise Incompatible(f"{path}: {name} {tuple(tensor.shape)} does not fit {card.llm}")
+        if not (tensor.is_floating_point() and tensor.isfinite().all()):
+            raise Incompatible(f"{path}: {name} ({tensor.dtype}) is not finite numbers in floating point")
         with torch.no_grad():
             own[name].copy_(tensor)
     return ids.long()
+
+
+def _are_tokens(ids: Tensor, count: int, rows: int) -> bool:
+    if ids.shape != (count,) or ids.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool(count and ids.min() >= 0 and ids.max() < rows and ids.unique().numel() == count)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

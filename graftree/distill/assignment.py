@@ -1,0 +1,79 @@
+"""`Assignment`: what a student is and what it learns from; a checkpoint belongs to one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graftree.distill.corpus import CorpusSettings
+from graftree.errors import Incompatible
+
+REMEDY = "take another DIR or --work, or delete it"
+
+# Other text, or students before that learned longer, is no mistake: the same student learns anew from it.
+_TEXT = ("shards", "taught")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Compared with what a checkpoint was made with before training goes on from it.
+
+    Attributes:
+        layers: of the LLM, that the student begins as.
+        head_size: rows of its head.
+        draft_ids: SHA-256 (hex) over the rows' tokens.
+        corpus: how the text was written, by which LLM.
+        shards: of the corpus that are used, held-out ones included.
+        before: layers of the students before it, whose tokens it does not learn (`graftree boost`).
+        run_length: tokens in a row that those must get; 0 = there are none before it.
+        taught: epochs and minutes that those learned; () = there are none.
+    """
+
+    layers: tuple[int, ...]
+    head_size: int
+    draft_ids: str
+    corpus: CorpusSettings
+    shards: int
+    before: tuple[tuple[int, ...], ...] = ()
+    run_length: int = 0
+    taught: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, layers: Sequence[int], tokens: Sequence[int], corpus: CorpusSettings, shards: int) -> Assignment:
+        """That of a student with these layers, whose head has a row for each of `tokens`."""
+        return cls(tuple(layers), len(tokens), hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest(),
+                   corpus, shards)  # fmt: skip
+
+    def about(self) -> dict[str, Any]:
+        """As JSON values."""
+        about: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**{f"corpus {key}": value for key, value in about.pop("corpus").items()}, **about}
+
+    def continues(self, path: Path, before: Mapping[str, Any] | None) -> bool:
+        """Whether training goes on from a checkpoint; False = it is this student's, on another amount of text.
+
+        Args:
+            path: of the checkpoint.
+            before: the `about` of its assignment, None = it has none.
+
+        Raises:
+            Incompatible: it is another student's; names what differs, both values and the way out.
+        """
+        if before is None:
+            raise Incompatible(f"{path} does not say which layers and text it was made with: {REMEDY}")
+        own = self.about()
+        for name in sorted(own.keys() - {*_TEXT, "draft_ids"}):
+            if before.get(name) != own[name]:
+                words = name.replace("_", " ")
+                raise Incompatible(
+                    f"{path} was made with {words} {before.get(name)}, now it is {own[name]}: {REMEDY}"
+                )
+        if any(before.get(name) != own[name] for name in _TEXT):
+            return False
+        if before.get("draft_ids") != own["draft_ids"]:
+            raise Incompatible(f"{path} was made with other tokens in the head (the corpus was changed): {REMEDY}")
+        return True
