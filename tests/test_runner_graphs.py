@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftree.models.graphs import MAX_GRAPHS, CudaRecorder
+from graftree.models.graphs import MAX_GRAPHS, CudaRecorder, attention_for
 from graftree.models.load import load
 from graftree.models.rows import Rows, chain_rows
 from graftree.models.runner import TreeRunner
@@ -325,6 +325,33 @@ def test_a_step_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "capturing" in caplog.text
     assert run.graphs.counts.replayed == 0
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "expected"),
+    [
+        ("auto", torch.float32, "static"),
+        ("static", torch.float64, "static"),
+        ("triton", torch.bfloat16, "triton"),
+        ("triton", torch.float64, None),
+        ("cpu", torch.float32, None),
+        ("reference", torch.float32, None),
+        ("invariant", torch.float32, None),
+    ],
+)
+def test_which_attention_is_recorded(implementation: str, dtype: torch.dtype, expected: str | None) -> None:
+    """One that reads a step from tensors alone; where what was asked for does not, or cannot, there are no graphs."""
+    found = attention_for(implementation, torch.empty((2, 16, 2, 32), dtype=dtype), 4)
+    assert (None if found is None else found[0]) == expected
+
+
+def test_a_runner_that_cannot_record() -> None:
+    """It runs all the same."""
+    run = TreeRunner(load(FAMILIES["llama"]), kv_tokens=512, implementation="cpu", graph_bytes=1)
+    assert run.graphs is None
+    tree = random_tree(1, 9, 4)
+    run.prepare([tree.rows([0])])
+    assert difference(step_in(run, [tree])[0], tree.expected(FAMILIES["llama"])) < TOLERANCE
 
 
 class Cuda:
