@@ -81,21 +81,22 @@ class Run:
             return
         pieces = [Piece(cell.context, cell.nodes)] * cell.batch
         one = 2 * cell.batch * (cell.context + cell.nodes) * self.shape.kv_heads * self.shape.width * 2
-        layers = max(1, min(8, COLD // one))
+        gpu = self.device.type == "cuda"
+        layers = max(1, min(128, COLD // one)) if gpu else 1
         # The cache, a dense copy for each rival, and their masks.
         masks = cell.batch * self.shape.heads * cell.nodes * (cell.context + cell.nodes) * 4
         if self._short_of(one * layers * 3 + masks):
             self.notes[str(cell)] = "skipped: does not fit the memory"
             return
         problem = Problem(self.shape, pieces, self.device, layers=layers, seed=cell.nodes)
-        count = max(layers, 4) if self.device.type == "cuda" else 1
+        count = max(layers, 4) if gpu else 1
         things = {"triton": prepare(problem.attend, layers, count, self.device)}
         for name, make in RIVALS.items():
             if (timed := self._rival(cell, name, make, problem, layers, count)) is not None:
                 things[name] = timed
         self.times[cell] = interleaved(things, self.rounds, self.device)
         self.bounds[cell] = (problem.bytes / self.copy, problem.operations / self.product)
-        if not all(thing.graphed for thing in things.values()) and self.device.type == "cuda":
+        if gpu and not all(thing.graphed for thing in things.values()):
             eager = [name for name, thing in things.items() if not thing.graphed]
             self.notes[str(cell)] = f"no CUDA graph, Python's time may show: {', '.join(eager)}"
 

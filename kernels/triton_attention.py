@@ -87,6 +87,10 @@ def tree_attention(
         return output
     if query.stride(-1) != 1:
         query = query.contiguous()
+    if scale < 0 and softcap is None:  # the kernel's factor is positive
+        query, scale = -query, -scale
+    # softcap * tanh(x / softcap) = softcap * (1 - 2 / (exp(2 x / softcap) + 1))
+    factor, bend = (scale * _LOG2_E, 0.0) if softcap is None else (softcap * _LOG2_E, 2 * _LOG2_E * scale / softcap)
     tiling = plan.tiling
     _attend[(kv_heads, len(plan.tiles), plan.splits)](
         query,
@@ -106,8 +110,8 @@ def tree_attention(
         plan.splits,
         plan.rows * heads,
         sliding_window or 0,
-        scale * _LOG2_E if softcap is None else 2 * _LOG2_E * scale / softcap,
-        0.0 if softcap is None else softcap * _LOG2_E,
+        factor,
+        bend,
         HEADS=heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
@@ -184,26 +188,29 @@ def _load(
 
 
 @triton.jit
-def _scores(query, keys, factor, cap, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
-    """(BLOCK_M, tile) scores in base 2. The interpreter multiplies bfloat16 as if it were integers: UPCAST."""
+def _scores(query, keys, bend, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
+    """(BLOCK_M, tile) scores; CAPPED: tanh of `bend` times half of them. The interpreter multiplies bfloat16 as if it
+    were integers: UPCAST."""
     if UPCAST:
         scores = tl.dot(query.to(tl.float32), tl.trans(keys).to(tl.float32), input_precision="ieee")
     else:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = scores * factor
     if CAPPED:
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # cap * tanh
+        scores = 1.0 - 2.0 / (tl.exp2(scores * bend) + 1.0)
     return scores
 
 
 @triton.jit
-def _fold(scores, values, top, total, out, MASKED: tl.constexpr, UPCAST: tl.constexpr):
-    """Add a tile to the running softmax. MASKED: a row of scores may be all -inf."""
-    new = tl.maximum(top, tl.max(scores, 1))
+def _fold(scores, factor, values, top, total, out, MASKED: tl.constexpr, UPCAST: tl.constexpr):
+    """Add a tile to the running softmax of factor * scores in base 2, factor > 0. MASKED: a row may be all -inf.
+
+    The factor comes in behind the maximum: then it is a part of the exponent's multiply-add and costs nothing.
+    """
+    new = tl.maximum(top, tl.max(scores, 1) * factor)
     base = new
     if MASKED:
         base = tl.where(new == float("-inf"), 0.0, new)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     out = out * shrink[:, None]
@@ -234,7 +241,7 @@ def _attend(
     all_rows,
     window,
     factor,
-    cap,
+    bend,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -305,12 +312,12 @@ def _attend(
     block = tl.load(table + at // BLOCK_SIZE, mask=at < context, other=0)
     for _ in range(begin, tl.minimum(end, whole)):
         k, v = _load(keys_at, values_at, block, at, at >= 0, in_width, BLOCK_SIZE, ROW, False, PADDED)
-        scores = _scores(q, k, factor, cap, CAPPED, UPCAST)
+        scores = _scores(q, k, bend, CAPPED, UPCAST)
         if WINDOWED:
             scores = tl.where(at[None, :] > unseen[:, None], scores, float("-inf"))
         at += BLOCK_N
         block = tl.load(table + at // BLOCK_SIZE, mask=at < context, other=0)
-        top, total, out = _fold(scores, v, top, total, out, WINDOWED, UPCAST)
+        top, total, out = _fold(scores, factor, v, top, total, out, WINDOWED, UPCAST)
     if (begin <= whole) & (whole < tl.minimum(end, context_units)):
         at = low + whole * BLOCK_N + offs_n
         inside = at < context
@@ -319,23 +326,26 @@ def _attend(
         seen = inside[None, :]
         if WINDOWED:
             seen = seen & (at[None, :] > unseen[:, None])
-        scores = tl.where(seen, _scores(q, k, factor, cap, CAPPED, UPCAST), float("-inf"))
-        top, total, out = _fold(scores, v, top, total, out, True, UPCAST)
-    first_tree = tl.maximum(begin, context_units)
+        scores = tl.where(seen, _scores(q, k, bend, CAPPED, UPCAST), float("-inf"))
+        top, total, out = _fold(scores, factor, v, top, total, out, True, UPCAST)
     limit = context + tree_end
-    at = context + (first_tree - context_units) * BLOCK_T + offs_t
+    first_tree = tl.maximum(begin, context_units)
+    first_bit = (first_tree - context_units) * BLOCK_T
+    at = context + first_bit + offs_t
     block = tl.load(table + at // BLOCK_SIZE, mask=at < limit, other=0)
+    words_at = masks + mask_start + own * words
+    word = tl.load(words_at + first_bit // _WORD, mask=real & (first_bit < tree_end), other=0)
     for unit in range(first_tree, end):
+        bit = (unit - context_units) * BLOCK_T
         inside = at < limit
         k, v = _load(keys_at, values_at, block, at, inside, in_width, BLOCK_SIZE, ROW, True, PADDED)
+        ancestor = ((word[:, None] >> (bit % _WORD + offs_t)[None, :]) & 1) != 0
         at += BLOCK_T
         block = tl.load(table + at // BLOCK_SIZE, mask=at < limit, other=0)
-        bit = (unit - context_units) * BLOCK_T
-        word = tl.load(masks + mask_start + own * words + bit // _WORD, mask=real, other=0)
-        ancestor = ((word[:, None] >> (bit % _WORD + offs_t)[None, :]) & 1) != 0
-        scores = _scores(q, k, factor, cap, CAPPED, UPCAST)
+        word = tl.load(words_at + (bit + BLOCK_T) // _WORD, mask=real & (bit + BLOCK_T < tree_end), other=0)
+        scores = _scores(q, k, bend, CAPPED, UPCAST)
         scores = tl.where(ancestor & inside[None, :], scores, float("-inf"))
-        top, total, out = _fold(scores, v, top, total, out, True, UPCAST)
+        top, total, out = _fold(scores, factor, v, top, total, out, True, UPCAST)
 
     known = real & (total > 0)
     total = tl.where(known, total, 1.0)

@@ -32,7 +32,7 @@ FIELDS = 8  # int32 of a tile's record, the last one unused
 WORD = 64  # tree rows of a mask word
 MAX_SPLITS = 256
 _MIN_SPLIT = 128  # context rows that are worth a program of their own
-_TILE, _SCRATCH = 16 << 10, 6 << 10
+_TILE, _SCRATCH = 16 << 10, 1536  # the latter for sums over warps, and what the driver takes
 _NO_GPU = 4, 227 << 10  # few processors, so that the interpreter's launches stay small; Hopper's shared memory
 _CAPACITY = "triton capacity"
 
@@ -63,25 +63,29 @@ class Tiling:
         """For sequences of up to `rows` folded rows, on a multiprocessor with `shared` bytes for its programs.
 
         A tile of keys or of values is `_TILE` bytes. Memory is busy while about 40 KiB per multiprocessor are on
-        their way (Hopper: 4 TB/s and 1 us over 132 of them), so `stages` is as large as fits, up to 4. Small tiles
-        compute little: two programs hide each other's pauses. From 64 rows on Triton's products read shared memory
-        (wgmma, which keeps one buffer more) and the accumulator (block_m, block_d) and the scores fill the
-        registers: one program. In float32 the products run on the plain units, and tiles stay small.
+        their way (Hopper: 4 TB/s and 1 us over 132 of them), so `stages` is as large as fits, up to 4. Two programs
+        hide each other's pauses, as long as the accumulator (block_m, block_d) leaves each half of the registers.
+        From 64 rows on Triton's products read shared memory (wgmma), which takes one buffer more of keys and values,
+        and none for the weights. In float32 the products run on the plain units, and tiles stay small.
         """
         block_d = max(16, _power_of_two(head_dim))
         block_n = max(16, min(128, _TILE // (block_d * itemsize)))
         most = (128 if itemsize == 2 else 32) // (1 if block_d <= 128 else 2)
         block_m = min(most, max(16, _power_of_two(rows)))
-        resident = 1 if block_m >= 64 else 2
-        room = shared // resident - block_m * block_d * itemsize - _SCRATCH
-        stages = room // (2 * block_n * block_d * itemsize) + (block_m < 64)
+        large = block_m * max(block_d, block_n) >= 1 << 14
+        own = block_m * (block_d + (0 if block_m >= 64 else block_n)) * itemsize + _SCRATCH
+
+        def fitting(programs: int) -> int:
+            return (shared // programs - own) // (2 * block_n * block_d * itemsize) + (block_m < 64)
+
+        resident = 1 if large or fitting(2) < 3 else 2
         return cls(
             block_m,
             block_n,
             min(block_n, WORD),
             block_d,
-            warps=8 if itemsize == 4 or block_m * max(block_d, block_n) >= 1 << 14 else 4,
-            stages=max(2, min(4, stages)),
+            warps=8 if itemsize == 4 or large else 4,
+            stages=max(2, min(4, fitting(resident))),
             resident=resident,
         )
 
@@ -113,7 +117,7 @@ class Plan:
         masks: words of int64; bit j % 64 of a row's word j // 64 = it sees tree row j, inside the sliding window.
         tiles: (T, FIELDS) int32: sequence (-1 = rows of nobody), the sequence's first packed row, its rows, the
             tile's first folded row, where the sequence's masks begin, words of each, tree rows that the tile sees.
-        depths: (N,) int32, each row's position behind the context.
+        depths: (N,) int32, each row's position behind the context; only where there is a window.
         rows: N, with those of nobody.
         splits: programs that share a tile's keys.
         partial, weights: their results, (splits, N * H, D) float32 and (splits, N * H) float32.
@@ -203,7 +207,8 @@ class Plan:
         tiles = packed[words : words + count * FIELDS // 2].view(np.int32)
         tiles[: len(records) * FIELDS] = np.asarray(records, np.int32).ravel()
         depths = packed[words + count * FIELDS // 2 :].view(np.int32)
-        depths[: len(tree)] = [mask.bit_count() - 1 for mask in tree.masks]
+        if self._window is not None:
+            depths[: len(tree)] = [mask.bit_count() - 1 for mask in tree.masks]
         upload(packed, self._buffer)
 
     def _packed(self, tree: TreeLayout) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from kernels import TreeLayout, chain_masks
 from kernels.triton_attention import refusal
 from tests.test_kernels_attention import Case, sequences, tree_masks
 from tests.test_kernels_pieces import run
-from tests.triton_cases import TOLERANCE, attend, check, error, exact
+from tests.triton_cases import DEVICE, TOLERANCE, attend, check, error, exact
 
 BRANCHES = tree_masks([-1, -1, 0, 1, 2, 0])
 
@@ -190,10 +190,11 @@ def test_what_is_refused() -> None:
 def test_one_entry_point() -> None:
     """`tree_attention` runs it under its name, and several layers of a step share a plan."""
     case = Case([(40, 0, BRANCHES), (3, 0, [1])], width=16)
-    layout = TreeLayout.of(case.sequences)
+    layout, expected = TreeLayout.of(case.sequences), exact(case)
+    for name in ("query", "keys", "values", "tables", "contexts"):
+        setattr(case, name, getattr(case, name).to(DEVICE))
     for _ in range(2):
-        got = run(case, layout, "triton")
-        assert error(got, exact(case)) <= TOLERANCE[torch.float32]
+        assert error(run(case, layout, "triton").cpu(), expected) <= TOLERANCE[torch.float32]
     assert len(layout.plans) == 1
 
 
@@ -202,12 +203,13 @@ def test_a_model_on_it() -> None:
     uri = "random:llama?layers=2&hidden=64&heads=4&kv_heads=2&vocab=100&context=256&intermediate=64"
     logits = []
     for implementation in ("cpu", "triton"):
-        runner = TreeRunner(load(uri), kv_tokens=256, implementation=implementation)
+        device = str(DEVICE) if implementation == "triton" else "cpu"
+        runner = TreeRunner(load(uri, device=device), kv_tokens=256, implementation=implementation)
         blocks = [runner.pool.allocate(4) for _ in range(2)]
         runner.forward([chain_rows(own, 0, range(1, 30 + index)) for index, own in enumerate(blocks)])
         trees = [
             Rows(own, 29 + index, 0, range(6), [30, 30, 31, 31, 32, 31], BRANCHES, range(6))
             for index, own in enumerate(blocks)
         ]
-        logits.append(torch.cat(runner.forward(trees)))
+        logits.append(torch.cat(runner.forward(trees)).cpu())
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
