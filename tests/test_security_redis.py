@@ -173,12 +173,15 @@ async def test_redis_over_tls(server: EmbeddedRedis, secret: Path, tmp_path: Pat
 
 
 def test_no_password_on_a_command_line(tmp_path: Path) -> None:
-    """The pods of a stack get the URL of their Redis in their environment: a command line is everybody's to read."""
+    """The pods of a stack get the URLs of their Redis in their environment: a command line is everybody's to read."""
     with EmbeddedRedis() as server:
         with SyncRedis.from_url(server.url) as admin:
             admin.config_set("requirepass", "hunter2")
         url = f"{server.url}?password=hunter2"
-        with LocalStack("random:llama?layers=1", [], redis=url, threads=1, log_directory=tmp_path) as stack:
+        kv = {"kv_redis": url, "step_time_seconds": 0}
+        with LocalStack(
+            "random:llama?layers=1", [], redis=url, threads=1, log_directory=tmp_path, verifier_options=kv
+        ) as stack:
             pods: list[Any] = [*stack.pods("router"), *stack.pods("verifier")]
             commands = [Path(f"/proc/{pod.pid}/cmdline").read_text() for pod in pods]
     assert all("graftree.local.child" in command and "hunter2" not in command for command in commands)
