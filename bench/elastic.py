@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +118,7 @@ class Lab:
 
     async def course(self, pods: int) -> list[Stage]:
         """From none to so many and back."""
-        while self._router.metrics.delivered_tokens < WARM_TOKENS:
-            await asyncio.sleep(POLL_SECONDS)  # noqa: ASYNC110
+        await _until(lambda: self._router.metrics.delivered_tokens >= WARM_TOKENS)
         stages = [await self._stage("0", 0.0)]
         for _ in range(pods):
             used = await self._add()
@@ -137,10 +136,7 @@ class Lab:
         index = await asyncio.to_thread(self._stack.add, "speculator", self._drafter)
         self._alive.append(index)
         pod: Any = self._stack.pods("speculator")[index]
-        for _ in range(round(3 * USED_SECONDS / POLL_SECONDS)):
-            if pod.instance.engine.foreseen:
-                break
-            await asyncio.sleep(POLL_SECONDS)
+        await _until(lambda: pod.instance.engine.foreseen > 0)
         return time.monotonic() - began
 
     async def _stage(self, name: str, used: float) -> Stage:
@@ -152,6 +148,14 @@ class Lab:
         infos = [info.sessions for info in self._router.pods.infos() if info.tier == "speculator"]
         spread = (min(infos), max(infos)) if infos else (0, 0)
         return Stage(name, rate, tokens / max(1, rounds), used, spread)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for it, three times as long as anything may take."""
+    for _ in range(round(3 * USED_SECONDS / POLL_SECONDS)):
+        if condition():
+            return
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def run(options: argparse.Namespace, stack: LocalStack, report: Report) -> None:
