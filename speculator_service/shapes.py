@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graftree.config import MOST_CHILDREN, TREE_WORDS
 from graftree.errors import ConfigError
 from graftree.tree import MAX_TREE_DEPTH
 from speculator_service.best_first import BestFirst
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from speculator_service.living_tree import LivingTree
 
 WIDTHS = {"static": (1, 1, 3, 1, 1, 1, 1, 1), "cartesian": (4, 2, 2, 1)}
-_MOST_CHILDREN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def parse(spec: str) -> Shape:
     if spec == "best_first":
         return BEST_FIRST
     if kind not in WIDTHS:
-        raise ConfigError("tree", spec, "best_first, static, cartesian, static:k1,k2,... or cartesian:k1,k2,...")
+        raise ConfigError("tree", spec, TREE_WORDS)
     return levels(_numbers(spec, numbers) if colon else WIDTHS[kind])
 
 
@@ -69,8 +69,6 @@ def _numbers(spec: str, text: str) -> list[int]:
         widths = [int(number) for number in text.split(",")]
     except ValueError:
         widths = []
-    if not 1 <= len(widths) <= MAX_TREE_DEPTH or not all(1 <= width <= _MOST_CHILDREN for width in widths):
-        raise ConfigError(
-            "tree", spec, f"1 to {MAX_TREE_DEPTH} numbers from 1 to {_MOST_CHILDREN}, separated by commas"
-        )
+    if not 1 <= len(widths) <= MAX_TREE_DEPTH or not all(1 <= width <= MOST_CHILDREN for width in widths):
+        raise ConfigError("tree", spec, TREE_WORDS)
     return widths

@@ -192,3 +192,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`graftree version` names the installed version."""
     assert main(["version"]) == 0
     assert capsys.readouterr().out == "graftree 0.1.0\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "graftree 0.1.0\n"
+
+
+def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """A target's port is checked before anything is sent."""
+    assert main(["generate", "p", "--target", "127.0.0.1:99999"]) == 2
+    assert capsys.readouterr().err == "graftree: target = '127.0.0.1:99999': HOST:PORT with a port from 1 to 65535\n"
+
+
+def test_speculators_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two options that contradict each other are named with what was given."""
+    assert main(["up", "--no-speculators", "--speculator", "ngram"]) == 2
+    assert capsys.readouterr().err == "graftree: --speculator='ngram': not together with --no-speculators\n"

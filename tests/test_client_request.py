@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graftree import SpeculationOptions, StructuredOutput
+from graftree import Client, SpeculationOptions, StructuredOutput
 from graftree.errors import InvalidArgument
 from graftree.sdk.options import build_request
 from graftree.v1 import common_pb2, generation_pb2
@@ -168,6 +168,13 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ("structured_output", "x", {"structured_output": StructuredOutput(regex="a", json_object=True)}),
         ("structured_output.regex", "x", {"structured_output": StructuredOutput(regex=3)}),  # type: ignore[arg-type]
         ("speculation.max_nodes", "x", {"speculation": SpeculationOptions(max_nodes=-1)}),
+        ("speculation.mode", "x", {"speculation": SpeculationOptions(mode=["a"])}),  # type: ignore[arg-type]
+        ("output.log_probs_mode", "x", {"log_probs_mode": ["raw"]}),
+        ("timeout", "x", {"timeout": "5"}),
+        ("timeout", "x", {"timeout": True}),
+        ("sampling.logit_bias", "x", {"logit_bias": [1]}),
+        ("sampling.bad_words_token_ids", "x", {"bad_words_token_ids": 5}),
+        ("chat", None, {"chat": 5}),
     ],
 )
 def test_what_a_field_cannot_hold_names_the_field(field: str, prompt: Any, options: Any) -> None:
@@ -177,3 +184,28 @@ def test_what_a_field_cannot_hold_names_the_field(field: str, prompt: Any, optio
     assert caught.value.field == field
     assert "hello" not in str(caught.value)
     assert "\\ud800" not in str(caught.value)
+
+
+def test_limits_are_the_real_ones() -> None:
+    """Where a tree's limit is below what the wire can carry, the error names the tree's."""
+    with pytest.raises(InvalidArgument, match="0 to 1024"):
+        build_request("x", {"speculation": SpeculationOptions(max_nodes=-1)})
+    with pytest.raises(InvalidArgument, match="0 to 128"):
+        build_request("x", {"speculation": SpeculationOptions(max_depth=-1)})
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["127.0.0.1:99999", "localhost:0", "[::1]:65536", "dns:///a:70000", "ipv6:[::1]:99999", "a:-1", "a:1,b:0"],
+)
+def test_ports_are_ports(target: str) -> None:
+    """A port outside 1 to 65535, of which gRPC would take the last 16 bits, is refused."""
+    with pytest.raises(InvalidArgument, match="1 to 65535"):
+        Client(target)
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:65535", "name", "[::1]:1", "::1", "unix:/tmp/a:99999", "dns:///a:80"])
+def test_targets_that_are_names(target: str) -> None:
+    """Whatever else gRPC takes as a name is left to it."""
+    with Client(target) as client:
+        assert client.target == target

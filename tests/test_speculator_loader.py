@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -62,6 +63,14 @@ def test_a_bad_spec_names_the_key(spec: str) -> None:
         load(spec)
     assert caught.value.key == "drafter"
     assert caught.value.value == spec
+
+
+def test_a_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a user's module raises while it is imported is told with its cause."""
+    (tmp_path / "drafter_that_fails.py").write_text("missing_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported: NameError: name 'missing_name'"):
+        load("drafter_that_fails:Drafter")
 
 
 def test_standin_is_right_as_often_as_told() -> None:

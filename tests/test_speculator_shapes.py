@@ -260,5 +260,6 @@ def test_the_configuration_names_its_key() -> None:
     assert load(SpeculatorConfig, [], {}).tree == "best_first"
     with pytest.raises(ConfigError, match="GRAFTREE_TREE"):
         load(SpeculatorConfig, [], {"GRAFTREE_TREE": "bushy"})
-    with pytest.raises(ConfigError, match="--tree"):
-        load(SpeculatorConfig, ["--tree", "static:a"], {})
+    for spec in ("static:a", "static:0", "static:", "static:-1", "bestfirst"):
+        with pytest.raises(ConfigError, match=r"--tree=.*: best_first, .* 1 to 128 numbers from 1 to 64, separated"):
+            load(SpeculatorConfig, ["--tree", spec], {})

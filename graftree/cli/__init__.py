@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 failed, 2 an option or the request is wrong, 130 interrupted, 143 terminated.",
         allow_abbrev=False,
     )
+    root.add_argument("--version", action="version", version=f"graftree {__version__}", help="print the version")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (up, generate, models, distill, boost, keys):
         command.add_parser(commands)

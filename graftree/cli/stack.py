@@ -35,7 +35,7 @@ def add_options(parser: argparse._ActionsContainer) -> None:
 def stack_arguments(chosen: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LocalStack` for parsed options."""
     if chosen.no_speculators and chosen.speculator:
-        raise ConfigError("--no-speculators", chosen.speculator, "not together with --speculator")
+        raise ConfigError("--speculator", ", ".join(chosen.speculator), "not together with --no-speculators")
     model = DEFAULT_MODEL if chosen.model is None else chosen.model
     speculators = [] if chosen.no_speculators else chosen.speculator or list(default_speculators(model))
     return {

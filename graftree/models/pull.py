@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from graftree.config import DEFAULT_MODEL
 from graftree.errors import InvalidArgument, Unavailable
 from graftree.models.cache import Cache, Manifest, sha256_file
 from graftree.models.uri import ModelUri
+from graftree.progress import Bar
 
 MAX_GGUF_BYTES = 64 << 30
 _HUB_TEXT_FILES = ("*.json", "*.jinja")
@@ -189,7 +188,7 @@ def _make(cache: Cache, key: str, uri: str, build: Callable[[Path], str], progre
     if not verify or manifest is None:
         return path
     total = sum(entry.size for entry in manifest.files.values())
-    with tqdm(total=total, desc=f"check {uri}", disable=not progress, **_BYTES) as bar:
+    with Bar(total=total, desc=f"check {uri}", disable=not progress, **_BYTES) as bar:
         damaged = manifest.corrupt_files(path, bar.update)
     return cache.make(key, uri, build, replace=True) if damaged else path
 
@@ -259,7 +258,7 @@ def _convert(gguf: Path, directory: Path, progress: bool) -> None:
 def _watch(label: str, progress: bool, directory: Path | None = None, total: int | None = None) -> Iterator[None]:
     """While the block runs, a bar over the bytes that appear below a directory, or a clock where none is given."""
     form = None if directory else "{desc} {elapsed}"
-    with tqdm(total=total, desc=label, bar_format=form, disable=not progress, **_BYTES) as bar:
+    with Bar(total=total, desc=label, bar_format=form, disable=not progress, **_BYTES) as bar:
         done = threading.Event()
 
         def watch() -> None:

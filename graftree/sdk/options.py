@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 
 from graftree.errors import InvalidArgument
+from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES
 from graftree.v1 import common_pb2, generation_pb2
 
 Mode = Literal["target_only", "mss", "mss_without_replacement", "naive"]
@@ -123,8 +124,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
         known = ", ".join(sorted(GenerateOptions.__annotations__))
         raise TypeError(f"unknown option {unknown[0]!r}; known: {known}")
     timeout = given.get("timeout")
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise InvalidArgument("timeout", timeout, "seconds, above 0 and finite; None = no limit")
+    if timeout is not None and not (_is_number(timeout) and 0 < timeout < math.inf):
+        raise InvalidArgument("timeout", timeout, "seconds, a number above 0 and finite; None = no limit")
     request = generation_pb2.GenerateRequest()
     _set(request, "request_id", given.get("request_id"))
     _set(request, "n", given.get("n"))
@@ -137,7 +138,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> generation_pb
     ]:
         _set(message, name, given.get(name))
     if (mode := given.get("log_probs_mode")) is not None:
-        if mode not in _LOG_PROBS_MODES:
+        if not isinstance(mode, str) or mode not in _LOG_PROBS_MODES:
             raise InvalidArgument("output.log_probs_mode", mode, f"one of {', '.join(_LOG_PROBS_MODES)}")
         request.output.log_probs_mode = _LOG_PROBS_MODES[mode]
     _set_lists(request, given)
@@ -163,6 +164,8 @@ def _set_input(request: generation_pb2.GenerateRequest, prompt: str | None, give
         _extend(request.token_ids, "ids", inputs["token_ids"], "token_ids")
     else:
         request.chat.SetInParent()
+        if not isinstance(given["chat"], Sequence):
+            raise InvalidArgument("chat", type(given["chat"]).__name__, "a list of messages")
         for index, message in enumerate(given["chat"]):
             field = f"chat.messages[{index}]"
             if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
@@ -180,7 +183,10 @@ def _set_lists(request: generation_pb2.GenerateRequest, given: Mapping[str, Any]
     ):
         if values != ():  # even an empty extend would mark the sub-message as present
             _extend(request.stopping, name, values, f"stopping.{name}")
-    for token_id, bias in given.get("logit_bias", {}).items():
+    biases = given.get("logit_bias", {})
+    if not isinstance(biases, Mapping):
+        raise InvalidArgument("sampling.logit_bias", type(biases).__name__, "a mapping of token ids to numbers")
+    for token_id, bias in biases.items():
         try:
             request.sampling.logit_bias[token_id] = bias
         except (TypeError, ValueError):
@@ -197,7 +203,12 @@ def _set_tokens(sampling: common_pb2.SamplingParams, given: Mapping[str, Any]) -
             _extend(sampling, name, values, f"sampling.{name}")
     if given.get("allowed_token_ids") is not None and not sampling.allowed_token_ids:
         raise InvalidArgument("sampling.allowed_token_ids", 0, "at least one token; None = all")  # unset on the wire
-    for index, sequence in enumerate(given.get("bad_words_token_ids") or ()):
+    sequences = given.get("bad_words_token_ids", ())
+    if not isinstance(sequences, Sequence):
+        raise InvalidArgument(
+            "sampling.bad_words_token_ids", type(sequences).__name__, "a list of lists of token ids"
+        )
+    for index, sequence in enumerate(sequences):
         _extend(sampling.bad_words_token_ids.add(), "ids", sequence, f"sampling.bad_words_token_ids[{index}]")
 
 
@@ -212,7 +223,7 @@ def _set_speculation(request: generation_pb2.GenerateRequest, speculation: Specu
     for name in ("off", "max_nodes", "max_depth"):
         _set(wire, name, getattr(speculation, name))
     if speculation.mode is not None:
-        if speculation.mode not in _MODES:
+        if not isinstance(speculation.mode, str) or speculation.mode not in _MODES:
             raise InvalidArgument("speculation.mode", speculation.mode, f"one of {', '.join(_MODES)}")
         wire.mode = _MODES[speculation.mode]
 
@@ -266,6 +277,10 @@ def _path(message: Any, name: str) -> str:
     return _PARENTS.get(message.DESCRIPTOR.name, parent) + name
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _shown(value: Any) -> object:
     return value if isinstance(value, int | float | bool) else type(value).__name__
 
@@ -278,9 +293,12 @@ _KINDS = {
     "TYPE_BOOL": "True or False",
     "TYPE_STRING": "text that is valid Unicode",
 }
+_MOST = {"max_nodes": MAX_TREE_NODES, "max_depth": MAX_TREE_DEPTH}
 _TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name in _KINDS}
 
 
 def _limit(message: Any, name: str) -> str:
     """What a field can hold; the wire library's own words would quote the value."""
+    if message.DESCRIPTOR.name == "SpeculationParams" and name in _MOST:
+        return f"an integer from 0 to {_MOST[name]}"
     return _KINDS[_TYPES[message.DESCRIPTOR.fields_by_name[name].type]]

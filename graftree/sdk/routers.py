@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -104,7 +105,20 @@ def _targets(target: str | Sequence[str]) -> tuple[str, ...]:
     found = tuple(part.strip() for part in parts)
     if not found or not all(found):
         raise InvalidArgument("target", target, "HOST:PORT, or several of them")
+    for part in found:
+        if (port := _port(part)) is not None and not 1 <= port <= 65535:  # gRPC would take its last 16 bits
+            raise InvalidArgument("target", part, "HOST:PORT with a port from 1 to 65535")
     return found
+
+
+def _port(target: str) -> int | None:
+    """The number behind a target's last colon; None where that is no port."""
+    if target.startswith(("unix:", "unix-abstract:", "vsock:")):
+        return None
+    host, _, digits = target.rpartition("/")[2].rpartition(":")
+    if ":" in host and not host.endswith("]") and not re.match(r"(dns|ipv4):", host):  # an IPv6 address alone
+        return None
+    return int(digits) if re.fullmatch(r"-?[0-9]{1,100}", digits) and host else None
 
 
 def _channel_options(stall_seconds: float | None) -> list[tuple[str, int]]:

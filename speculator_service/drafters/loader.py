@@ -70,8 +70,8 @@ def _find_class(spec: str, name: str) -> type[Drafter]:
         raise ConfigError("drafter", spec, _FORMS)
     try:
         found: Any = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("drafter", spec, f"cannot be imported: {error}") from error
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise ConfigError("drafter", spec, f"cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Drafter)):
         raise ConfigError("drafter", spec, "not a subclass of speculator_service.drafters.base.Drafter")
     return found
