@@ -1,0 +1,143 @@
+"""bench.overload, bench.elastic and bench.soak in small: what they count is there and right, whatever the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from bench import soak_load
+from bench.autoscale import CAPACITY
+from bench.elastic import VOCAB, Lab, Streams, judge, spoken
+from bench.overload import Answer, Demand, Level, burst, offer
+from bench.report import Report
+from bench.soak import Course, Rest
+from bench.vitals import descriptors, resident, slope
+from graftree.local_stack import LocalStack
+from graftree.models.standin import next_token
+
+DEMAND = Demand(tokens=8, deadline=1.5, step_ms=20.0, row_ms=20.0)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    """A stand-in of 20 ms a row, in this process."""
+    with LocalStack(
+        DEMAND.model,
+        [],
+        in_process=True,
+        threads=1,
+        router_options={"max_requests": 16, "tree_depth": 6, "replay_seconds": 2.0},
+        speculator_options=CAPACITY | {"drain_seconds": 0.2},
+    ) as running:
+        yield running
+
+
+def metrics(stack: LocalStack) -> Any:
+    router: Any = stack.pods("router")[0]
+    return router.instance.metrics
+
+
+def test_the_capacity_of_a_stand_in() -> None:
+    """As many sessions as still make the deadline together, over the deadline; here five, of 100 ms a step."""
+    assert Demand(tokens=9, deadline=1.0, step_ms=20.0, row_ms=20.0).capacity == pytest.approx(5.0)
+
+
+def test_goodput_counts_what_is_complete_in_time() -> None:
+    """Answers that ended within the stretch, no others, and nothing of those that failed."""
+    level = Level(1.0, began=10.0, until=20.0)
+    level.answers = [Answer(12.0, 1.0, 30), Answer(9.0, 1.0, 30), Answer(15.0, 3.0, error="DeadlineExceeded")]
+    level.answers.append(Answer(15.0, 0.01, error="ResourceExhausted", retry_after=0.5))
+    assert level.goodput == pytest.approx(3.0)
+    assert [answer.retry_after for answer in level.refusals] == [0.5]
+    assert level.errors == {"DeadlineExceeded": 1, "ResourceExhausted": 1}
+
+
+def test_ten_times_the_capacity(stack: LocalStack) -> None:
+    """Whoever is let in is answered or late, the others are refused with a time to come again; in a burst likewise.
+    Nobody is told CANCELLED."""
+    level = asyncio.run(offer(stack.target, DEMAND, 10 * DEMAND.capacity, 2.0, Random(0)))
+    assert {answer.tokens for answer in level.answers if not answer.error} <= {DEMAND.tokens}
+    assert set(level.errors) <= {"ResourceExhausted", "DeadlineExceeded"}
+    assert len(level.refusals) > len(level.answers) / 2
+    answers = asyncio.run(burst(stack.target, 200, Random(1)))
+    assert {answer.error for answer in answers} == {"", "ResourceExhausted"}
+    refused = [answer for answer in (*level.refusals, *answers) if answer.error]
+    assert min(answer.retry_after for answer in refused) > 0
+    assert metrics(stack).refused > 0
+
+
+async def test_pods_that_come_and_go(stack: LocalStack) -> None:
+    """None, two, none: each is used, every answer is the formula's, and the figures say so."""
+    streams = Streams(stack.target, 2, 24)
+    running = asyncio.create_task(streams.run())
+    stages = await Lab(stack, "standin?step_ms=5&hit_rate=0.8", 0.3).course(2)
+    streams.over = True
+    await running
+    assert [stage.name for stage in stages] == ["0", "+1", "+2", "-1", "-0"]
+    assert all(0 < stage.used < 10 for stage in stages[1:3])
+    assert streams.answers >= 2
+    assert (streams.changed, streams.errors) == (0, [])
+    report = Report("elastic")
+    judge(report, stages, streams)
+    named = {figure.name: figure.value for figure in report.figures}
+    assert named["answers that differ"] == named["requests failed"] == 0
+
+
+def test_the_formula_is_the_stand_ins() -> None:
+    """Another token is seen as one."""
+    said = spoken([5, 7], 3)
+    assert said[0] == next_token(7, 2, VOCAB)
+    assert said[2] == next_token(said[1], 4, VOCAB)
+
+
+async def test_a_mixed_load_goes_as_it_should(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good requests are answered, bad ones refused, others given up; nothing of it counts as unexpected."""
+    for name, value in {"LONG": (6, 12), "SHORT": (1, 3), "PROMPT_TOKENS": (1, 3), "SHARED": [17]}.items():
+        monkeypatch.setattr(soak_load, name, value)
+    mix = soak_load.Mix([stack.target], 3, Random(2), greedy=True)
+    running = asyncio.create_task(mix.run())
+    for _ in range(600):
+        await asyncio.sleep(0.1)
+        if mix.counts.keys() >= {"short", "long", "given up", "late", "bad", "told again", "stranger"}:
+            break
+    mix.stop()
+    await running
+    assert mix.unexpected == []
+    assert len(mix.counts) == 7
+
+
+def test_what_is_left_behind() -> None:
+    """Only more than before counts; a few descriptors are spared."""
+    before = Rest(2, 0.0, {"verifier 0": 0.0}, {"router 0": 20})
+    assert Rest(1, 0.0, {"verifier 0": 0.0}, {"router 0": 22}).left_behind(before) == {}
+    left = Rest(3, 1.0, {"verifier 0": 0.25}, {"router 0": 24}).left_behind(before)
+    assert left == {
+        "sessions in Redis": 1.0,
+        "requests under way": 1.0,
+        "KV blocks of verifier 0": 0.25,
+        "descriptors of router 0": 2.0,
+    }
+
+
+def test_slopes_are_of_the_second_half() -> None:
+    """A process that grows at first and then by 3 MB a minute."""
+    times = [float(second) for second in range(120)]
+    memory = [second * 5.0 if second < 60 else 300.0 + second / 20.0 for second in times]
+    found, files = Course(times, memory, [7] * 120).slopes()
+    assert found == pytest.approx(3.0)
+    assert files == 0.0
+    assert slope([1.0, 2.0], [1.0, 9.0]) == 0.0
+
+
+def test_what_this_process_holds() -> None:
+    """Memory and descriptors by the system's word; none of a process that is not there."""
+    before = descriptors(os.getpid())
+    with open(os.devnull, "rb"):
+        assert descriptors(os.getpid()) == before + 1
+    assert resident(os.getpid()) > 10
+    assert resident(2**22 + 1) == descriptors(2**22 + 1) == 0
