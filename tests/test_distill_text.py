@@ -8,11 +8,15 @@ from random import Random
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from graftree.distill.checks import check_answers
 from graftree.distill.corpus import Corpus, CorpusSettings
+from graftree.distill.files import write_tensors
 from graftree.distill.streams import ANSWER, FORCED, USER, Script, Stream
+from graftree.distill.trainer import TrainSettings
 from graftree.distill.writer import Writer
-from graftree.errors import Incompatible, InvalidArgument
+from graftree.errors import Incompatible, InvalidArgument, Unavailable
 from graftree.models.load import load
 from graftree.text.tokenizer import Tokenizer
 from tests.runner_models import FAMILIES
@@ -106,6 +110,30 @@ def test_a_killed_corpus_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(whole.read(index).token_ids, part.read(index).token_ids, rtol=0, atol=0)
         torch.testing.assert_close(whole.read(index).top_log_probs, part.read(index).top_log_probs, rtol=0, atol=0)
     assert not torch.equal(whole.read(0).token_ids, whole.read(1).token_ids)
+
+
+def test_text_without_answers_is_refused(tmp_path: Path) -> None:
+    """Held-out text with nothing to measure by ends a run before anything is trained; with an answer it goes on."""
+    corpus = _write(tmp_path, 2)
+    written = corpus.read(1)
+    corpus._save(1, replace(written, roles=torch.full_like(written.roles, ANSWER)))
+    check_answers(corpus, TrainSettings(), 2)
+    corpus._save(1, replace(written, roles=torch.full_like(written.roles, USER)))
+    with pytest.raises(InvalidArgument, match="no answers in the held-out text: take more --length or --tokens"):
+        check_answers(corpus, TrainSettings(), 2)
+
+
+def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be written is named, and nothing of it stays."""
+
+    def full(tensors: object, path: Path, metadata: object = None) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("graftree.distill.files.save_file", full)
+    with pytest.raises(Unavailable, match=r"a.safetensors cannot be written: No space left"):
+        write_tensors(tmp_path / "a.safetensors", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_runs_corpus_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from graftree.distill import checkpoint
 from graftree.distill.boost import boost, mark
 from graftree.distill.corpus import Corpus, CorpusSettings
-from graftree.distill.run import DistillSettings, distill
+from graftree.distill.run import DistillSettings, distill, student_of
 from graftree.distill.student import Batch, build, choose_tokens, hits, loss
 from graftree.distill.trainer import Trainer, TrainSettings
 from graftree.distill.writer import Written
@@ -190,6 +190,12 @@ def test_hits_are_counted_in_answers_only() -> None:
     )
     logits = torch.tensor([[[0.0, 1.0, 3.0, 2.0], [3.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
     assert hits(logits, batch, 3).tolist() == [1, 2, 2, 3]
+
+
+def test_the_student_learns_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is what `device_of` says, so that auto is a GPU where there is one."""
+    monkeypatch.setattr("graftree.distill.run.device_of", lambda name: torch.device({"auto": "meta"}[name]))
+    assert student_of(SETTINGS, (0,), [1, 2, 3]).device.type == "meta"
 
 
 @pytest.mark.parametrize("run", [1, 2, 4])

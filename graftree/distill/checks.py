@@ -22,6 +22,9 @@ def check_llm(llm: ModelUri, students: Sequence[tuple[int, ...]], length: int) -
         InvalidArgument: names the layer or the length, and the limit.
     """
     config = configuration(llm)
+    for layers in students:
+        if len(set(layers)) != len(layers):
+            raise InvalidArgument("layers", ",".join(map(str, layers)), "each layer once")
     for layer in (layer for layers in students for layer in layers):
         if layer >= config.num_hidden_layers:
             raise InvalidArgument("layers", layer, f"below the LLM's {config.num_hidden_layers}")

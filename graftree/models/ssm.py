@@ -72,7 +72,8 @@ class SsmCard:
         if given["format"] != FORMAT:
             raise Incompatible(f"{directory / CARD}: format is {given['format']}, this version reads {FORMAT}")
         layers = tuple(given["layers"])
-        if not layers or len(layers) > 256 or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+        numbers = {layer for layer in layers if type(layer) is int and layer >= 0}
+        if not layers or len(layers) > 256 or len(numbers) != len(layers):
             raise Incompatible(f"{directory / CARD}: layers is {given['layers']!r}, not a list of layer numbers")
         if not isinstance(given.get("weights_sha256", ""), str):
             raise Incompatible(f"{directory / CARD}: weights_sha256 is not a str")
