@@ -72,7 +72,7 @@ class Row:
 
 async def measure(options: argparse.Namespace, runner: TreeRunner, times: StepTimes, url: str) -> list[Row]:
     """Every length, every way, in turn."""
-    stand, rows = Stand(runner, times, url), []
+    stand, rows = Stand(runner, times, url), list[Row]()
     pages = Tokenizer.load(options.model).encode("".join(path.read_text() for path in sorted(DOCS.glob("*.md"))))
     await stand.start()
     try:
