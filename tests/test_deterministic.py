@@ -49,7 +49,7 @@ def bushy(root: int, truth: Sequence[int], rng: random.Random, vocab_size: int =
     parents: list[int] = []
     parent = -1
     for token in truth[: rng.randrange(6)]:
-        children = [(token + wrong) % vocab_size for wrong in range(rng.randrange(1, 4))]
+        children = [token ^ wrong for wrong in range(rng.randrange(1, 4))]
         rng.shuffle(children)
         first = len(tokens)
         tokens += children
