@@ -9,7 +9,6 @@ with LocalStack(model="random:llama?seed=0", speculators=["ngram"]) as stack, Cl
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from typing import Any, Self, get_args
 from graftree.client import Client
 from graftree.config import DEFAULT_MODEL
 from graftree.errors import Incompatible, InvalidArgument, NotFound, Unavailable
+from graftree.local.folder import Folder
 from graftree.local.instances import InstancePod, LoopThread
 from graftree.local.pod import LocalPod, Tier
 from graftree.local.processes import ProcessPod, Spawner
@@ -138,8 +138,7 @@ class LocalStack:
 
     def _start_base(self) -> None:
         if self._log_directory is None:
-            folder = self._open.enter_context(tempfile.TemporaryDirectory(prefix="graftree-"))
-            self._log_directory = Path(folder)
+            self._log_directory = self._open.enter_context(Folder()).path
         self._log_directory.mkdir(parents=True, exist_ok=True)
         self._spawner = Spawner()
         self._open.callback(self._spawner.close)

@@ -15,6 +15,7 @@ import pytest
 
 from graftree.errors import ConfigError, Incompatible, Unavailable
 from graftree.local import processes
+from graftree.local.folder import Folder
 from graftree.local.pod import LocalPod
 from graftree.local.processes import ProcessPod, Spawner, child_environ
 
@@ -186,3 +187,20 @@ def test_environment_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GRAFTREE_PORT" not in environ
     assert environ["GRAFTREE_CACHE"] == "/cache"
     assert environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_a_killed_stack_leaves_is_removed(tmp_path: Path) -> None:
+    """A folder goes with its stack; one whose owner was killed goes when the next is made; one in use stays."""
+    hold = "from graftree.local.folder import Folder; import sys, time; from pathlib import Path\n"
+    hold += "folder = Folder(Path(sys.argv[1])).__enter__(); print(folder.path, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        with Folder(tmp_path) as folder:
+            assert theirs.is_dir()
+            assert folder.path.is_dir()
+        assert not folder.path.exists()
+        process.kill()
+    assert theirs.is_dir()
+    with Folder(tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder.path]

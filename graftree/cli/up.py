@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="start all tiers on this machine",
         description="Start Redis, verifiers, speculators and a router, print the endpoint, and run until Ctrl-C. "
         "A pod that ends by itself is reported and not started again; the others go on. Each pod logs to a file, "
-        "TIER-N.log, in a folder graftree-* of $TMPDIR (else /tmp) that is removed at the end.",
+        "TIER-N.log, in a folder graftree-logs-* of $TMPDIR (else /tmp) that is removed at the end.",
         allow_abbrev=False,
     )
     add_options(parser)

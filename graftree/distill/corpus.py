@@ -14,7 +14,7 @@ from random import Random
 from graftree.distill.files import read_metadata, read_tensors, write_tensors
 from graftree.distill.streams import Script, Stream
 from graftree.distill.writer import Writer, Written
-from graftree.errors import Incompatible, InvalidArgument
+from graftree.errors import Incompatible, InvalidArgument, Unavailable
 
 _NAMES = ("token_ids", "roles", "top_ids", "top_log_probs")
 
@@ -58,11 +58,15 @@ class Corpus:
 
     Raises:
         Incompatible: a shard was written by another LLM or with other settings; names both.
+        Unavailable: the directory cannot be made.
     """
 
     def __init__(self, directory: Path, settings: CorpusSettings) -> None:
         self.directory, self.settings = directory, settings
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unavailable(f"{directory} cannot be made: {error}") from error
         self._about = {key: str(value) for key, value in asdict(settings).items()}
         self.damaged: set[Path] = set()
         for path in self._paths():
