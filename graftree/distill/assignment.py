@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graftree.distill import checkpoint
 from graftree.distill.corpus import CorpusSettings
 from graftree.errors import Incompatible
 
@@ -43,37 +44,50 @@ class Assignment:
     taught: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, layers: Sequence[int], tokens: Sequence[int], corpus: CorpusSettings, shards: int) -> Assignment:
-        """That of a student with these layers, whose head has a row for each of `tokens`."""
-        return cls(tuple(layers), len(tokens), hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest(),
-                   corpus, shards)  # fmt: skip
+    def of(cls, layers: Sequence[int], head_size: int, corpus: CorpusSettings, shards: int) -> Assignment:
+        """That of a student whose head's tokens are not chosen yet."""
+        return cls(tuple(layers), head_size, "", corpus, shards)
+
+    def with_tokens(self, tokens: Sequence[int]) -> Assignment:
+        """The same with a row of the head for each of `tokens`."""
+        return replace(self, draft_ids=hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest())
 
     def about(self) -> dict[str, Any]:
         """As JSON values."""
         about: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {**{f"corpus {key}": value for key, value in about.pop("corpus").items()}, **about}
 
-    def continues(self, path: Path, before: Mapping[str, Any] | None) -> bool:
-        """Whether training goes on from a checkpoint; False = it is this student's, on another amount of text.
-
-        Args:
-            path: of the checkpoint.
-            before: the `about` of its assignment, None = it has none.
+    def check(self, path: Path) -> None:
+        """Refuse another student's checkpoint, before there is any work; where there is none all is well.
 
         Raises:
-            Incompatible: it is another student's; names what differs, both values and the way out.
+            Incompatible: names what differs, both values and the way out; or the checkpoint is damaged.
         """
-        if before is None:
-            raise Incompatible(f"{path} does not say which layers and text it was made with: {REMEDY}")
-        own = self.about()
+        if not path.exists():
+            return
+        before, own = self._before(path), self.about()
         for name in sorted(own.keys() - {*_TEXT, "draft_ids"}):
             if before.get(name) != own[name]:
-                words = name.replace("_", " ")
-                raise Incompatible(
-                    f"{path} was made with {words} {before.get(name)}, now it is {own[name]}: {REMEDY}"
-                )
+                words, given = name.replace("_", " "), before.get(name)
+                raise Incompatible(f"{path} was made with {words} {given}, now it is {own[name]}: {REMEDY}")
+
+    def continues(self, path: Path) -> bool:
+        """Whether training goes on from a checkpoint; False = it is this student's, on another amount of text.
+
+        Raises:
+            Incompatible: as `check`, or the head has other tokens.
+        """
+        self.check(path)
+        before, own = self._before(path), self.about()
         if any(before.get(name) != own[name] for name in _TEXT):
             return False
         if before.get("draft_ids") != own["draft_ids"]:
             raise Incompatible(f"{path} was made with other tokens in the head (the corpus was changed): {REMEDY}")
         return True
+
+    @staticmethod
+    def _before(path: Path) -> dict[str, Any]:
+        before = checkpoint.read(path).get("assignment")
+        if not isinstance(before, dict):
+            raise Incompatible(f"{path} does not say which layers and text it was made with: {REMEDY}")
+        return before

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graftree.distill import checkpoint
 from graftree.distill.assignment import Assignment
 from graftree.distill.card import package
 from graftree.distill.run import (
     DistillSettings,
     begin,
     head_tokens,
+    open_corpus,
     student_of,
     tell_set_aside,
     train,
+    vocabulary,
     write,
 )
 from graftree.distill.streams import FORCED
@@ -92,25 +93,26 @@ def boost(
         raise InvalidArgument("layers", layers, "at least one SSM")
     llm = begin(settings, out, work, [*layers, single])
     identity = llm_identity(llm)
-    corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
-    tokens = head_tokens(settings, corpus)
-    solved = [torch.zeros(corpus.settings.streams, corpus.settings.length, dtype=torch.bool)] * settings.shards
-    held_out: list[tuple[Tensor, Tensor]] = []
-    marked: list[float] = []
+    corpus = open_corpus(settings, identity, work, prompts)
     chosen = [*((f"ssm-{k + 1}", own) for k, own in enumerate(layers)), *([("single", single)] if single else [])]
-    assignments = [Assignment.of(own, tokens, corpus.settings, settings.shards) for _, own in chosen]
+    head_size = min(settings.head_size, vocabulary(llm))
+    assignments = [Assignment.of(own, head_size, corpus.settings, settings.shards) for _, own in chosen]
     for index in range(len(layers)):
         assignments[index] = _after(assignments[index], layers[:index], run, settings.train)
     paths = [work / f"{name}.safetensors" for name, _ in chosen]
     for path, assignment in zip(paths, assignments, strict=True):
-        if path.exists():  # none is touched where one does not fit
-            assignment.continues(path, checkpoint.read(path).get("assignment"))
+        assignment.check(path)
+    write(settings, corpus, prompts, quiet=quiet, say=say)
+    tokens = head_tokens(settings, corpus)
+    solved = [torch.zeros(corpus.settings.streams, corpus.settings.length, dtype=torch.bool)] * settings.shards
+    held_out: list[tuple[Tensor, Tensor]] = []
+    marked: list[float] = []
     for (name, own), path, assignment in zip(chosen, paths, assignments, strict=True):
         view = _without(solved) if name != "single" else _whole
         say(f"{name}: layers {', '.join(map(str, own))}")
         trainer = Trainer(
             student_of(settings, own, tokens), corpus, tokens, settings.train, shards=settings.shards,
-            assignment=assignment, checkpoint_path=path, view=view,
+            assignment=assignment.with_tokens(tokens), checkpoint_path=path, view=view,
         )  # fmt: skip
         tell_set_aside(trainer, say)
         train(trainer, quiet)

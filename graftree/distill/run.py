@@ -92,13 +92,15 @@ def distill(
     llm = begin(settings, out, work, [settings.layers])
     layers = settings.layers or default_layers(llm)
     identity = llm_identity(llm)
-    corpus = write(settings, identity, work, prompts, quiet=quiet, say=say)
-    shards = settings.shards
+    corpus = open_corpus(settings, identity, work, prompts)
+    path, shards = work / "checkpoint.safetensors", settings.shards
+    assignment = Assignment.of(layers, min(settings.head_size, vocabulary(llm)), corpus.settings, shards)
+    assignment.check(path)
+    write(settings, corpus, prompts, quiet=quiet, say=say)
     tokens = head_tokens(settings, corpus)
     trainer = Trainer(
         student_of(settings, layers, tokens), corpus, tokens, settings.train, shards=shards,
-        assignment=Assignment.of(layers, tokens, corpus.settings, shards),
-        checkpoint_path=work / "checkpoint.safetensors",
+        assignment=assignment.with_tokens(tokens), checkpoint_path=path,
     )  # fmt: skip
     tell_set_aside(trainer, say)
     before = trainer.measure() if trainer.progress.steps == 0 else {}
@@ -120,24 +122,31 @@ def distill(
     return card
 
 
+def open_corpus(settings: DistillSettings, identity: str, work: Path, prompts: Sequence[str] = ()) -> Corpus:
+    """The corpus of a run, as far as it is there."""
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidArgument("prompts", len(prompts), f"at most {MAX_PROMPTS}")
+    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest() if prompts else ""
+    return Corpus(work / "corpus", replace(settings.corpus, llm=identity, prompts=digest))
+
+
 def write(
     settings: DistillSettings,
-    identity: str,
-    work: Path,
+    corpus: Corpus,
     prompts: Sequence[str] = (),
     *,
     quiet: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Corpus:
-    """The corpus of a run; what is missing of it is written by the LLM."""
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidArgument("prompts", len(prompts), f"at most {MAX_PROMPTS}")
-    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest() if prompts else ""
-    corpus = Corpus(work / "corpus", replace(settings.corpus, llm=identity, prompts=digest))
+) -> None:
+    """Let the LLM write what is missing of a corpus.
+
+    Raises:
+        InvalidArgument: its held-out text has no answers.
+    """
     shards, there = settings.shards, len(corpus)
     if there >= shards:
         check_answers(corpus, settings.train, shards)
-        return corpus
+        return
     for path in sorted(corpus.damaged):
         say(f"{path} is damaged: it is written again")
     tokenizer = Tokenizer.load(settings.llm)
@@ -157,7 +166,6 @@ def write(
     if left:
         say(f"{left} of {len(prompts)} prompts were dropped: the dialogues had no room for them; take more --tokens")
     check_answers(corpus, settings.train, shards)
-    return corpus
 
 
 def _fitting(

@@ -254,7 +254,7 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         about, own = checkpoint.read(path), asdict(self.settings)
-        if self._assignment is not None and not self._assignment.continues(path, about.get("assignment")):
+        if self._assignment is not None and not self._assignment.continues(path):
             self.set_aside = path.with_suffix(".before")
             os.replace(path, self.set_aside)
             return
