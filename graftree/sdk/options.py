@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 
 from graftree.errors import InvalidArgument
-from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES
+from graftree.tree_limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from graftree.v1 import common_pb2, generation_pb2
 
 Mode = Literal["target_only", "mss", "mss_without_replacement", "naive"]
