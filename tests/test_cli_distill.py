@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from graftree.cli import main
 from graftree.cli.distill import read_prompts
 from graftree.distill.run import DistillSettings, begin
+from graftree.distill.streams import Script
 from graftree.errors import InvalidArgument
 from graftree.models.load import load
 from graftree.progress import Bar
@@ -142,14 +144,23 @@ def test_threads_and_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(begin(DistillSettings("pypi:x"), tmp_path / "out", tmp_path / "work", [])) == "pypi:x"
 
 
-def test_dropped_prompts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts that are longer than a dialogue, and those that found no room, are told."""
-    path = tmp_path / "prompts.txt"
-    path.write_text("a\nb\n" + "long " * 50 + "\n")
-    assert main(["distill", *SMALL, "--layers", "1", "--prompts", str(path), str(tmp_path / "ssm")]) == 0
+def test_dropped_prompts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that are longer than a dialogue, those that found no room, and all where there are no turns: told."""
+    path, command = tmp_path / "prompts.txt", ["distill", *SMALL, "--layers", "1", "--prompts"]
+    path.write_text("a\n" * 9 + "long " * 50 + "\n")
+    assert main([*command, str(path), str(tmp_path / "plain")]) == 0
+    assert "all 10 prompts were dropped: the LLM has no chat template" in capsys.readouterr().err
+    turns = Script((1,), (9, 3), (9, 4), frozenset({9}), ((),), True)
+    monkeypatch.setattr(Script, "of", lambda _: turns)
+    monkeypatch.setattr("graftree.distill.run.check_answers", lambda *_: None)
+    assert main([*command, str(path), str(tmp_path / "chat")]) == 0
     error = capsys.readouterr().err
-    assert "1 of 3 prompts were dropped: with an answer they are longer than a dialogue" in error
-    assert "2 of 3 prompts were dropped: the dialogues had no room for them" in error  # without a template: no turns
+    assert "1 of 10 prompts were dropped: with an answer they are longer than a dialogue of 24" in error
+    dropped = re.search(r"(\d) of 10 prompts were dropped: the dialogues had no room for them", error)
+    assert dropped is not None
+    assert 1 <= int(dropped[1]) <= 5  # two shards of two dialogues take one each at least
 
 
 def test_progress_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:

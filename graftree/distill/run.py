@@ -172,13 +172,16 @@ def _fitting(
     prompts: Sequence[str], tokenizer: Tokenizer, script: Script, length: int, say: Callable[[str], None]
 ) -> list[list[int]]:
     """The prompts, in tokens, that leave room for an answer in a dialogue of `length` tokens."""
+    if prompts and not script.chat:
+        say(f"all {len(prompts)} prompts were dropped: the LLM has no chat template, so it just writes")
+        return []
     given = [tokenizer.encode(text, special_tokens=False)[:MAX_PROMPT_TOKENS] for text in prompts]
     room = length - len(script.start) - len(script.to_answer) - 1
     fitting = [prompt for prompt in given if len(prompt) <= room]
     if len(fitting) < len(given):
         say(
             f"{len(given) - len(fitting)} of {len(given)} prompts were dropped: with an answer they are longer than "
-            f"a dialogue; take more --length than {length}"
+            f"a dialogue of {length} tokens; take more --length"
         )
     return fitting
 
