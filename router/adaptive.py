@@ -37,7 +37,7 @@ class AdaptiveSteering(Steering):
     ) -> None:
         super().__init__(priors, most=most, longest_wait=longest_wait, clock=clock)
         self._metrics = metrics
-        self.roster = Roster(self._unseen, self._reluctance, self._prior)
+        self.roster = Roster(self._unseen)
         self._patience = Patience(longest_wait, priors.growths)
         self._trust = Trust()
         self._nodes = Mean(0.2, most)
@@ -55,11 +55,6 @@ class AdaptiveSteering(Steering):
         return self.roster.kinds
 
     @property
-    def rests(self) -> bool:
-        """As `Steering.rests`."""
-        return len(self.roster) > len(self.kinds)
-
-    @property
     def living_nodes(self) -> int:
         """As `Steering.living_nodes`."""
         return max(LEAST_LIVING, round(LIVING_FACTOR * self._nodes.value))
@@ -75,9 +70,7 @@ class AdaptiveSteering(Steering):
 
     def seated(self, kind: str) -> None:
         """As `Steering.seated`."""
-        rounds = self._rounds
-        welcome = rounds is None or rounds.alone or rounds.pace.worth.welcome(kind, rounds.sequences.value)
-        self.roster.add(kind, resting=not welcome)
+        self.roster.add(kind)
 
     def unseated(self, kind: str) -> None:
         """As `Steering.unseated`."""
@@ -156,11 +149,7 @@ class AdaptiveSteering(Steering):
         brought, taken = self._brought, self._cut.taken(accepted)
         for kind in self.kinds:
             self.record(kind).trust.observe(brought.get(kind, (0.0, 0))[0], taken.get(kind, 0))
-        roster, before, rounds = self.roster, self.kinds, self._rounds
-        if rounds is not None:
-            for kind, score in self._scores.items():
-                if roster.judges(kind):
-                    rounds.pace.worth.observe(kind, rounds.sequences.value, score)
+        roster, before = self.roster, self.kinds
         dropped, readmitted = roster.dropped, roster.readmitted
         changed = roster.round(self._scores)
         self._metrics.dropped_speculators += roster.dropped - dropped
@@ -184,8 +173,8 @@ class AdaptiveSteering(Steering):
         for kind in kinds:
             tokens, rows = self._brought.get(kind, (0.0, 0))
             spared = step - costs.step(nodes - rows)
-            # Seen by sessions alone. Speculators draft for all sessions together, so each bears its part.
-            spared += rounds.contention(kinds, kind) / costs.stretch * step / costs.sequences
+            if costs.alone:
+                spared += rounds.contention(kinds, kind) / costs.stretch * step
             kept = MESSAGE_SECONDS + (waited / len(waited_for) if kind in waited_for else 0.0)
             scores[kind] = self.record(kind).trust.ratio * tokens - rate * spared - own_rate * kept
         return scores
@@ -203,16 +192,6 @@ class AdaptiveSteering(Steering):
         assert self._rounds is not None, "reach() comes first"
         assert self._link is not None
         return self._rounds, self._rounds.costs(self._link.step_time, length, self.kinds)
-
-    def _reluctance(self, kind: str) -> float:
-        """Factor on rests: where a kind loses, each session that tries it costs all those that share its step."""
-        rounds = self._rounds
-        if rounds is None or rounds.alone or not rounds.pace.worth.loses(kind, rounds.sequences.value):
-            return 1.0
-        return rounds.sequences.value
-
-    def _prior(self, kind: str) -> float | None:
-        return None if self._rounds is None else self._rounds.pace.worth.prior(kind, self._rounds.sequences.value)
 
     def _unseen(self, kinds: frozenset[str]) -> int | None:
         return self._rounds.unseen(kinds) if self._rounds is not None else 0

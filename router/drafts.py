@@ -94,7 +94,7 @@ class Drafts:
         """What a round sent now is if it has no tree."""
         if not self._plan.max_nodes:
             return Outcome.PLAIN
-        if not len(self) and not self._steering.rests:
+        if not len(self):
             return Outcome.ALONE
         working = self._working()
         if not working:

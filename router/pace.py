@@ -14,7 +14,6 @@ from graftree.step_time import StepTime
 from graftree.v1.verification_pb2 import Verdict
 from router.budget import StepTable
 from router.ema import Mean
-from router.worth import Worth
 
 Roster = frozenset[str]  # kinds of speculators that draft for a session
 
@@ -41,15 +40,11 @@ class Pace:
 
     Attributes:
         overhead: seconds of a round beyond step and wait, over all sessions: what a new one begins with.
-        sequences: how many sessions share a step, over all of them.
         steps: steps seen by sessions that had the verifier to themselves.
-        worth: of speculators to sessions that share steps.
     """
 
     def __init__(self) -> None:
         self.overhead = Mean(0.1)
-        self.sequences = Mean(0.1, 1.0)
-        self.worth = Worth()
         self.steps = 0
         self._flat = Mean(0.1, FIRST_GUESS)
         self._own = StepTime.flat(FIRST_GUESS)
@@ -76,11 +71,6 @@ class Pace:
             self._rows -= share.rows
             self._tokens -= share.tokens
             self._context -= share.context
-
-    @property
-    def busy(self) -> bool:
-        """Whether any session sends steps."""
-        return bool(self._shares)
 
     def others(self, wire_id: str, sequences: float, own: Others) -> Others:
         """What the others among `sequences` bring, if they are like those known here; else like `own`."""
@@ -157,7 +147,7 @@ class Costs:
         tokens: of the step without a tree: the bonus token, and what others expect.
         overhead: seconds of the round beyond step and wait.
         stretch: factor on step times while the session's speculators draft.
-        sequences: that share the step.
+        alone: the session has the verifier to itself.
     """
 
     table: StepTable
@@ -165,12 +155,7 @@ class Costs:
     tokens: float
     overhead: float
     stretch: float
-    sequences: int
-
-    @property
-    def alone(self) -> bool:
-        """Whether the session has the verifier to itself."""
-        return self.sequences == 1
+    alone: bool
 
     def step(self, nodes: int) -> float:
         """Seconds of the step with a tree of so many nodes."""
@@ -207,24 +192,19 @@ class Rounds:
 
     Attributes:
         overhead: seconds of a round beyond step and wait.
-        sequences: how many sessions share a step, on average; at first what others have seen.
+        sequences: how many sessions share a step, on average.
         rate: tokens per second of late.
     """
 
     def __init__(self, pace: Pace, wire_id: str) -> None:
         self.pace, self.wire_id = pace, wire_id
         self.overhead = Mean(0.2, pace.overhead.value)
-        self.sequences = Mean(0.3, pace.sequences.value if pace.busy else 1.0)
+        self.sequences = Mean(0.3, 1.0)
         self._tokens, self._seconds = Mean(0.2), Mean(0.2)
         self._queue_waited, self._queue = Mean(0.2), Mean(0.2)
         self._sent: Sent | None = None
         self._step_seconds = 0.0
         self._begun = False
-
-    @property
-    def alone(self) -> bool:
-        """Whether the session has the verifier to itself."""
-        return self.sequences.value < ALONE
 
     @property
     def rate(self) -> float:
@@ -247,7 +227,7 @@ class Rounds:
         """
         sent = self._sent
         own = Others(1, 1.0, context) if sent is None else Others(sent.rows, sent.tokens, context)
-        alone = self.alone
+        alone = self.sequences.value < ALONE
         others = Others() if alone else self.pace.others(self.wire_id, self.sequences.value, own)
         sequences = 1 if alone else round(self.sequences.value)
         return Costs(
@@ -256,7 +236,7 @@ class Rounds:
             1.0 + others.tokens,
             self.overhead.value,
             (self.pace.stretch(roster) or 1.0) if alone else 1.0,
-            sequences,
+            alone,
         )
 
     def contention(self, roster: Roster, kind: str) -> float:
@@ -266,7 +246,7 @@ class Rounds:
 
     def unseen(self, roster: Roster) -> int | None:
         """As `Pace.unseen`; 0 where step times say nothing about speculators: other sessions have theirs."""
-        if not self.alone or not self.pace.steps:
+        if self.sequences.value >= ALONE or not self.pace.steps:
             return 0
         steps, known = self.pace.unseen(roster), self.pace.stretch(roster)
         if steps is None or known is None:
@@ -300,7 +280,6 @@ class Rounds:
         self._tokens.observe(tokens)
         sequences = max(1, verdict.batch_sessions)
         self.sequences.observe(sequences)
-        self.pace.sequences.observe(sequences)
         (self._queue_waited if sent.waited > 0 else self._queue).observe(timings.queue_ns / 1e9)
         if sequences == 1 and timings.forward_ns:
             table = self.pace.table(step_time, 1, sent.context)

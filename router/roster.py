@@ -24,8 +24,7 @@ ADMISSION = 0.03  # tokens a round that it must bring, net, to be taken back
 CHALLENGE = 256  # rounds after which it is measured anew how fast steps are without a kind
 CHALLENGED = 5  # rounds that takes
 PATIENCE = 24  # first rounds of a session in which nothing is done for knowledge's sake
-MEMORY = 0.12
-BELIEF = 3  # rounds that a prior counts for: a few rounds without luck are no reason to drop what pays elsewhere
+MEMORY = 0.3
 
 
 @dataclass(slots=True)
@@ -38,7 +37,6 @@ class Standing:
         heard: it has said something since it became active.
         trial: it was dropped once and has not been taken back for good.
         rest: rounds of its next rest.
-        resting: round at which its rest began.
         until: round at which its rest ends.
     """
 
@@ -48,19 +46,12 @@ class Standing:
     trial: bool = False
     challenged: bool = False
     rest: int = FIRST_REST
-    resting: int = 0
     until: int = 0
     score: Mean = field(default_factory=lambda: Mean(MEMORY))
 
     def counts(self, number: int) -> bool:
         """Whether the score of a round says something about it."""
         return self.active and self.heard and number > self.since + (SHADOW if self.trial else 0)
-
-    def back(self, reluctance: float) -> float:
-        """Round at which its rest ends, `reluctance` times as long as it would be; but not a challenge's."""
-        if self.challenged:
-            return self.until
-        return self.resting + min((self.until - self.resting) * reluctance, LONGEST_OF_ALL)
 
 
 class Roster:
@@ -69,8 +60,6 @@ class Roster:
     Args:
         unseen: kinds -> rounds since exactly these were last at work, as far as the time of a step is concerned; None
             = never. What is not known of a roster without a kind is found out by doing without it for a while.
-        reluctance: kind -> factor on its rests as things are now, at least 1.
-        prior: kind -> score that it is believed to have before it has shown any; None = nothing is believed.
 
     Attributes:
         kinds: those at work.
@@ -78,35 +67,20 @@ class Roster:
         dropped, readmitted: how often one was, so far.
     """
 
-    def __init__(
-        self,
-        unseen: Callable[[frozenset[str]], int | None] = lambda kinds: 0,
-        reluctance: Callable[[str], float] = lambda kind: 1.0,
-        prior: Callable[[str], float | None] = lambda kind: None,
-    ) -> None:
+    def __init__(self, unseen: Callable[[frozenset[str]], int | None] = lambda kinds: 0) -> None:
         self._standings: dict[str, Standing] = {}
-        self._unseen, self._reluctance, self._prior = unseen, reluctance, prior
+        self._unseen = unseen
         self._round = 0
         self._settled = 0  # round from which on the next change may come
         self.kinds: frozenset[str] = frozenset()
         self.trials: frozenset[str] = frozenset()
         self.dropped = self.readmitted = 0
 
-    def add(self, kind: str, *, resting: bool = False) -> None:
-        """A speculator of this kind is there. Known kinds keep their standing.
-
-        Args:
-            resting: it begins with a rest, as if it had just been dropped.
-        """
-        if kind in self._standings:
-            return
-        self._standings[kind] = standing = Standing(self._round)
-        if resting:
-            standing.active, standing.trial = False, True
-            standing.resting, standing.until = self._round, self._round + FIRST_REST
-        else:
+    def add(self, kind: str) -> None:
+        """A speculator of this kind is there. Known kinds keep their standing."""
+        if kind not in self._standings:
+            self._standings[kind] = Standing(self._round)
             self.kinds |= {kind}
-            standing.score = self._fresh(kind, standing)
 
     def remove(self, kind: str) -> None:
         """No speculator of this kind is there any more; one that comes begins anew."""
@@ -122,10 +96,6 @@ class Roster:
     def active(self, kind: str) -> bool:
         standing = self._standings.get(kind)
         return standing is None or standing.active
-
-    def judges(self, kind: str) -> bool:
-        """Whether the score of the round under way says something about it."""
-        return kind in self._standings and self._standings[kind].counts(self._round)
 
     def __len__(self) -> int:
         """Kinds known, at work or not."""
@@ -179,16 +149,12 @@ class Roster:
                     self.dropped += 1
                 standing.trial, standing.challenged = True, False
                 self._change(standing, active=False)
-                standing.resting, standing.until = self._round, self._round + rest
+                standing.until = self._round + rest
                 return True
         return False
 
     def _take_back(self) -> bool:
-        resting = sorted(
-            (standing.back(self._reluctance(kind)), kind)
-            for kind, standing in self._standings.items()
-            if not standing.active
-        )
+        resting = sorted((standing.until, kind) for kind, standing in self._standings.items() if not standing.active)
         if not resting or resting[0][0] > self._round:
             return False
         standing = self._standings[resting[0][1]]
@@ -209,19 +175,12 @@ class Roster:
                 return True
         return False
 
-    def _fresh(self, kind: str, standing: Standing) -> Mean:
-        """A score without evidence of its own. A kind that was dropped once is not believed in any more."""
-        prior, score = None if standing.trial else self._prior(kind), Mean(MEMORY)
-        if prior is not None:
-            score.value, score.count = prior, BELIEF
-        return score
-
     def _change(self, standing: Standing, *, active: bool) -> None:
         standing.active = active
         self.kinds = frozenset(kind for kind, each in self._standings.items() if each.active)
         self.trials = frozenset(kind for kind in self.kinds if self._standings[kind].trial)
         # What the others bring alone, and what they cost, is another matter now.
-        for kind, other in self._standings.items():
-            other.since, other.score = self._round, self._fresh(kind, other)
+        for other in self._standings.values():
+            other.since, other.score = self._round, Mean(MEMORY)
         self._settled = self._round + (TENURE if active or not standing.challenged else CHALLENGED)
         standing.heard = False

@@ -70,11 +70,6 @@ class Steering(ABC):
         return NO_KINDS
 
     @property
-    def rests(self) -> bool:
-        """Whether there is a speculator that is not at work."""
-        return False
-
-    @property
     def living_nodes(self) -> int:
         """Nodes that living trees should grow to; 0 = as many as they were opened for."""
         return 0
@@ -84,10 +79,10 @@ class Steering(ABC):
         return True
 
     def seated(self, kind: str) -> None:  # noqa: B027
-        """A speculator of this kind is there for the session; `active` says whether it is to begin."""
+        """A speculator of this kind has the session."""
 
     def unseated(self, kind: str) -> None:  # noqa: B027
-        """No speculator of this kind is there any more."""
+        """No speculator of this kind has it any more."""
 
     def heard(self, kind: str, tree: MergedTree) -> None:  # noqa: B027
         """Nodes of one were merged."""

@@ -18,7 +18,7 @@ from graftree.v1.verification_pb2 import Verdict
 from router.cut import Cut
 from router.merge import MergedTree
 from router.metrics import Metrics
-from router.pace import Others, Pace
+from router.pace import Pace
 from router.priors import Priors
 from router.steering import Steering
 
@@ -124,8 +124,6 @@ class Lab:
     Args:
         steering: makes the session's, given priors and the virtual clock.
         step_time: true one, and the one that the verifier publishes.
-        others: sessions that share each step, with a row and no drafts.
-        clones: sessions that share each step and do as this one does.
     """
 
     def __init__(
@@ -137,13 +135,12 @@ class Lab:
         priors: Priors | None = None,
         link: Any = None,
         others: int = 0,
-        clones: int = 0,
     ) -> None:
         self.now, self.metrics = 0.0, Metrics()
-        self.link: Any = link or _Link(step_time)
+        self.link = link or _Link(step_time)
         priors = priors or Priors()
         self.steering = steering(priors, self.metrics, lambda: self.now)
-        self._step_time, self._speculators, self._others, self._clones = step_time, speculators, others, clones
+        self._step_time, self._speculators, self._others = step_time, speculators, others
         self._length = PROMPT
         self._tree = MergedTree(
             root_id(SALT, range(PROMPT)),
@@ -172,8 +169,6 @@ class Lab:
     def _send(self) -> Cut:
         cut = self._tree.cut(self.steering.budget(self._length, self._waited), 32, self.steering.shadows)
         self.steering.sent(cut, self._length, self._waited, self._waited_for)
-        for clone in range(self._clones):
-            self.link.pace.brings(f"clone {clone}", Others(1 + len(cut.tree), 1.0 + cut.expected, self._length))
         return cut
 
     def _working(self) -> list[Any]:
@@ -195,8 +190,8 @@ class Lab:
 
     def _round(self) -> Round:
         begun, cut, waited, kinds = self.now, self._cut, self._waited, self.steering.kinds
-        sharing = 1 + self._others + self._clones
-        step = self._step_time.seconds(sharing + (1 + self._clones) * len(cut.tree), sharing, 0)
+        sharing = 1 + self._others
+        step = self._step_time.seconds(sharing + len(cut.tree), sharing, 0)
         for speculator in self._speculators:
             step *= 1.0 if speculator.paused else speculator.slows
         for speculator in self._events(self.now + step + OVERHEAD):

@@ -12,7 +12,7 @@ from router.adaptive import AdaptiveSteering
 from router.metrics import Metrics
 from router.priors import Priors
 from router.steering import FixedSteering, Steering
-from tests.steering_lab import OVERHEAD, PROMPT, Lab, Round, Speculator, rate
+from tests.steering_lab import PROMPT, Lab, Round, Speculator, rate
 
 # A CPU's: 8 rows cost what one does, 64 three times as much.
 STEPS = StepTime((1, 8, 16, 32, 64), (0.060, 0.065, 0.082, 0.118, 0.200))
@@ -192,50 +192,3 @@ def test_runs_repeat() -> None:
         return Lab(adaptive(), STEPS, speculators).rounds(100)
 
     assert play() == play()
-
-
-def text(share: float, number: int) -> Callable[[int], bool]:
-    """As `often`, other positions for each number."""
-    right = often(share)
-    return lambda position: right(position + 1000 * number)
-
-
-def crowded(sessions: int, slows: float, answers: int) -> tuple[list[list[Round]], float]:
-    """Answers of 70 rounds, one after the other, each in steps with `sessions` like it; and plain decoding's rate.
-
-    What drafting costs a step was seen before, by sessions alone.
-    """
-    priors, link = Priors(), None
-    played = []
-    for answer in range(3 + answers):
-        speculator = Speculator("good", 0.006, 0.006, text(0.5, answer), 0.5, slows=slows)
-        clones = sessions - 1 if answer >= 3 else 0
-        lab = Lab(adaptive(), STEPS, [speculator], priors=priors, link=link, clones=clones)
-        link = lab.link
-        played.append(lab.rounds(70))
-        lab.steering.close()
-    return played[3:], 1 / (STEPS.seconds(sessions, sessions, 0) + OVERHEAD)
-
-
-@pytest.mark.parametrize("slows", [1.0, 1.15, 1.3])
-def test_under_load_speculation_costs_nothing(slows: float) -> None:
-    """With 16 in a step no drafts pay, least of all where drafting slows it down: once some answers have found that
-    out, the next ones go at plain decoding's rate from their first round on."""
-    answers, plain = crowded(16, slows, 10)
-    found = [each for rounds in answers[6:] for each in rounds]
-    assert rate(found) >= 0.95 * plain
-
-
-def test_what_loses_under_load_pays_alone() -> None:
-    """A kind that new sessions begin without is at work at once where a session has the verifier to itself."""
-    priors, link = Priors(), None
-    for answer, clones in enumerate((0, 0, *[15] * 8, 0)):
-        speculator = Speculator("good", 0.006, 0.006, text(0.7, answer), 0.7, slows=1.15)
-        lab = Lab(adaptive(), STEPS, [speculator], priors=priors, link=link, clones=clones)
-        link = lab.link
-        rounds = lab.rounds(70)
-        lab.steering.close()
-        for clone in range(clones):
-            link.pace.leave(f"clone {clone}")
-    assert "good" in rounds[0].kinds
-    assert rate(rounds) >= 1.2 * PLAIN
