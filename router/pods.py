@@ -171,6 +171,9 @@ class Pods:
             except Exception as error:
                 log.exception("link failed", pod=peer.record.pod_id)
                 pause = self._quarantine(peer, error)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                return  # the call had just failed by itself, and its error came in the cancellation's place
             if not peer.registered:
                 self._peers.pop(peer.record.pod_id, None)
                 return

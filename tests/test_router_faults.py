@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 
+from graftree.config import RouterConfig
 from graftree.errors import ContextTooLong, GraftreeError, NotFound, NoVerifier, ResourceExhausted, Unavailable
 from graftree.rpc.status import to_failure
 from graftree.v1.common_pb2 import PodLoad
 from graftree.v1.speculation_pb2 import TreeDelta
 from graftree.v1.verification_pb2 import Verdict, VerifyStep
-from tests.fakes import VOCAB, FakeSpeculator, FakeVerifier, chain, plain
+from router.metrics import Metrics
+from router.pods import Pods
+from tests.fakes import MODEL, VOCAB, FakeSpeculator, FakeVerifier, chain, plain
 from tests.router_harness import PROMPT, Harness, harness, until
 
 QUICK = {"quarantine_seconds": 0.01}
@@ -340,3 +344,24 @@ async def test_pod_that_never_says_hello() -> None:
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
         await silent.stop()
+
+
+async def test_an_error_in_the_place_of_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails by itself while it is cancelled says that it failed: its link ends all the same."""
+
+    async def fails(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise Unavailable("the server is gone") from None
+
+    async with harness(FakeVerifier("v")) as stack:
+        monkeypatch.setattr(Pods, "_serve", fails)
+        config = RouterConfig(model=MODEL)
+        pods = Pods(stack.router.registry, config, vocab_fingerprint="", metrics=Metrics(), random=Random(0))
+        watching = asyncio.create_task(pods.watch())
+        await until(lambda: bool(pods.infos()))
+        await asyncio.sleep(0)  # the link's task begins
+        watching.cancel()
+        async with asyncio.timeout(5):
+            await pods.close()
