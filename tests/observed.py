@@ -16,7 +16,7 @@ def observed_stack(options: dict[str, Any]) -> LocalStack:
         [f"model:{MODEL}", "ngram"],
         in_process=True,
         threads=1,
-        router_options=options | {"draft_wait_ms": 1000.0},
+        router_options={"adaptive": False, "draft_wait_ms": 1000.0} | options,
         verifier_options=options,
         speculator_options=options,
     )

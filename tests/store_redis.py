@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import fakeredis
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from graftree.store.connection import connect
@@ -26,6 +27,13 @@ def server(kind: str) -> EmbeddedRedis | ClusterNode:
         return ClusterNode().start()
     path = shutil.which("redis-server") if kind == "redis-server" else None
     return EmbeddedRedis(Path(path) if path else None).start()
+
+
+def empty_servers() -> None:
+    """Forget what the servers hold that were started."""
+    if server.cache_info().currsize:
+        with BlockingRedis.from_url(server("valkey").url) as redis:
+            redis.flushall()
 
 
 @asynccontextmanager

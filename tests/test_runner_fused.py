@@ -36,7 +36,7 @@ def test_fused_equals_unfused(family: str, dtype: str, monkeypatch: pytest.Monke
     known = loaded.model.config.model_type in FUSED
     got = logits_of(TreeRunner(loaded, kv_tokens=64), PROMPT)
     assert fused_layers(loaded.model) == (2 if known else 0)
-    monkeypatch.setattr(TreeRunner, "_fuse", lambda self: None)
+    monkeypatch.setattr(TreeRunner, "_fuse", lambda *_: None)
     expected = logits_of(TreeRunner(load(FAMILIES[family], dtype=dtype), kv_tokens=64), PROMPT)
     error = float((got - expected).abs().max() / expected.abs().max())
     assert error <= TOLERANCES[loaded.model.dtype]
