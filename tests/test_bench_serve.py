@@ -62,8 +62,9 @@ def test_both_sections_end_in_the_report(prompts: Path, tmp_path: Path) -> None:
     assert code == int(any(figure["met"] is False for figure in found.values()))
 
 
-def test_load_leaves_nothing_behind(prompts: Path, tmp_path: Path) -> None:
+def test_load_leaves_nothing_behind(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Throughput and memory by requests at once; short requests, some cancelled, give their blocks back."""
+    monkeypatch.setattr(serve_load, "SAMPLE_SECONDS", 0.002)  # a batch is over in less time than between two looks
     path = tmp_path / "load.json"
     given = ["--model", MODEL, "--threads", "1", "--speculator", "ngram", "--prompts", str(prompts), "--quick"]
     serve_load.main([*given, "--json", str(path)], in_process=True)
