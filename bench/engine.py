@@ -45,6 +45,7 @@ class Bench:
         self._context, self._vocab = context, runner.spec.vocab_size
         self._texts: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
+        self._waiting: set[str] = set()
 
     def open(self, session_id: str, room: int) -> None:
         """Open a session of `context` tokens and prefill it."""
@@ -72,15 +73,20 @@ class Bench:
         begun = time.perf_counter()
         self.engine.iterate()
         self.engine.flush()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if self._waiting:
+            raise SystemExit(f"no verdict for {', '.join(sorted(self._waiting))}")
+        return seconds
 
     def close(self) -> None:
         self.engine.close_stream(self.stream)
+        self.stream = Stream(self._take)  # what is closed stays closed
         self._texts.clear()
 
     def _queue(self, session_id: str, nodes: int) -> None:
         text = self._texts[session_id]
         self._steps[session_id] += 1
+        self._waiting.add(session_id)
         root = root_id(SALT, text)
         tree = TokenTree(
             root,
@@ -101,6 +107,7 @@ class Bench:
             if not isinstance(answer, verification_pb2.Verdict):
                 raise SystemExit(f"a session failed: {answer}")
             self._texts[answer.session_id].extend(answer.token_ids)
+            self._waiting.discard(answer.session_id)
 
 
 @dataclass
