@@ -59,7 +59,7 @@ class Bench:
                 token_ids=text,
                 prompt_tokens=len(text),
                 sampling=GREEDY.to_proto(),
-                max_length=self._context + room,
+                max_length=self._context + room + 16,  # no tree meets the end
                 max_nodes=max(NODES) * 2,
             ),
         )
