@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 from graftree.rpc.aio import keep_running
 from tests.store_redis import empty_servers
@@ -19,6 +20,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts what runs in the background with SIGINT ignored, and child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples in every run; whoever looks for new ones: --hypothesis-profile default.
+settings.register_profile("exact", derandomize=True)
+settings.load_profile("exact")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -288,12 +288,13 @@ def test_describe_of_the_processed_distribution() -> None:
 def test_always_a_distribution_that_keeps_the_argmax(
     row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Whatever the truncation: probabilities sum to one, the most likely token stays, order is kept."""
+    """Whatever the truncation: probabilities sum to one, a most likely token stays, order is kept; logits that differ
+    by less than their probabilities can tell are equals."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     params.validate(vocab_size=len(row))
     got = process(row, params, SamplingContext([0], vocab_size=len(row)))
     assert np.exp(got).sum() == pytest.approx(1.0)
-    assert got[int(np.argmax(row))] > -math.inf
     kept = np.isfinite(got)
+    assert np.asarray(row)[kept].max() >= max(row) - 1e-12
     if not kept.all():
-        assert np.asarray(row)[kept].min() >= np.asarray(row)[~kept].max()
+        assert np.asarray(row)[kept].min() >= np.asarray(row)[~kept].max() - 1e-12
