@@ -61,11 +61,6 @@ class Stream:
         after = next(index for index, each in enumerate(self.times) if each >= moment)
         return self.times[after] - self.times[max(0, after - 1)]
 
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between two chunks."""
-        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
-
 
 def requests(count: int, tokens: int, rng: Random, *, greedy: bool = False) -> list[dict[str, Any]]:
     """Requests of every kind: greedy, sampled, with log probabilities, two samples, structured, with a stop string.
