@@ -1,14 +1,20 @@
 """What is lost when anything may die? Load on a whole stack of processes while its pods and its Redis are killed.
 
     python -m bench.chaos [--seconds 600] [--clients 64] [--model URI] [--json FILE] [--quick]
+    python -m bench.chaos --races 10000 [--json FILE]
 
 Many clients keep streams of every kind running on two routers, two verifiers, speculators and one Redis, all child
 processes of this one. First every request is answered undisturbed, without speculation. Then, for --seconds, a seeded
-die picks what is next: SIGKILL to any pod or to Redis, which comes back empty; SIGSTOP; SIGTERM; sometimes two of
-them at once; whatever went is started again in its place. Last, every pod in turn is drained and replaced (a rolling
-restart). Every answer must be the undisturbed one: no token lost, repeated or changed, and no request failed.
+die picks what is next: SIGKILL to any pod or to Redis, which comes back empty; SIGSTOP; SIGTERM; a cut of the way
+from the routers to a pod or from one router to Redis, in one direction or both, on all connections or on one, at
+whose end the bytes go on or the connections break; sometimes two of them at once; whatever went is started again in
+its place. Last, every pod in turn is drained and replaced (a rolling restart). Every answer must be the undisturbed
+one: no token lost, repeated or changed, and no request failed.
 
-A stall is the time between the chunks of one stream around the moment of a fault.
+A stall is the longest time without a chunk that one stream saw while a fault lasted: from its moment until all was
+there again, replacements included.
+
+With --races two routers race for the ownership of one session so many times, and nothing else is done.
 """
 
 from __future__ import annotations
@@ -18,16 +24,19 @@ import asyncio
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
 
+from bench import chaos_races
 from bench.chaos_faults import TIERS, Fault, How, Places, Troublemaker, Victim
 from bench.chaos_history import History
 from bench.chaos_load import Case, Load, Stream, requests, undisturbed
+from bench.chaos_proxy import FaultProxy
+from bench.chaos_stack import ChaosStack
 from bench.report import Report, parser
 from bench.tables import Table
 from graftree.config import DEFAULT_MODEL
@@ -45,6 +54,9 @@ KINDS: tuple[tuple[Victim, How], ...] = (
     ("verifier", "pause"),
     ("speculator", "pause"),
     ("redis", "pause"),
+    ("verifier", "cut"),
+    ("speculator", "cut"),
+    ("redis", "cut"),
     ("router", "drain"),
     ("verifier", "drain"),
 )
@@ -75,28 +87,29 @@ class Course:
         """Answers that are not the undisturbed ones."""
         return sum(not stream.exact and not stream.error for stream in self.streams)
 
-    def stalls(self, victim: str = "", how: str = "") -> list[float]:
-        """Seconds, of every stream that ran at the time of a fault of this kind; "" = of any."""
+    def stalls(self, faults: Sequence[Fault]) -> list[float]:
+        """Seconds, of every stream that ran during each of these."""
         return [
             stall
-            for fault in self.faults
-            if victim in ("", fault.victim) and how in ("", fault.how)
+            for fault in faults
             for stream in self.streams
-            if (stall := stream.stall(fault.at)) is not None
+            if (stall := stream.stall(fault.at, fault.over)) is not None
         ]
 
 
 def stack_of(
-    model: str, speculators: Sequence[str], redis: EmbeddedRedis, *, pods: int = 2, **options: Any
-) -> LocalStack:
-    """A stack of child processes with `pods` routers and as many verifiers."""
-    return LocalStack(
+    model: str, speculators: Sequence[str], redis: EmbeddedRedis, proxy: FaultProxy, *, pods: int = 2, **options: Any
+) -> ChaosStack:
+    """A stack of child processes with `pods` routers and as many verifiers, and `proxy` between them."""
+    return ChaosStack(
         model,
         list(speculators),
         routers=pods,
         verifiers=pods,
         threads=1,
         redis=redis.url,
+        redis_socket=redis.url.removeprefix("unix://"),
+        proxy=proxy,
         router_options=ROUTER,
         verifier_options={"step_time_seconds": 0, "drain_seconds": 3.0},
         **options,
@@ -155,19 +168,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run and report; 1 where an answer is not what it must be."""
     options = _options(arguments)
     rng = Random(options.seed)
+    if options.races:
+        return chaos_races.run(options.races, rng, options.json)
     report = Report("chaos")
-    with EmbeddedRedis() as redis, stack_of(options.model, options.speculators, redis) as stack:
+    with (
+        EmbeddedRedis() as redis,
+        FaultProxy() as proxy,
+        stack_of(options.model, options.speculators, redis, proxy) as stack,
+    ):
         greedy = options.model.startswith("standin:")
         cases = undisturbed(stack.target, requests(options.cases, options.tokens, rng, greedy=greedy))
         maker = Troublemaker(Places(stack, redis), KINDS, rng)
         chaos = asyncio.run(trouble(stack, maker, cases, options.clients, rng, options.seconds))
         _tell(report, "chaos", chaos)
-        table = _table(chaos)
-        print(table)
-        report.details["stalls_ms"] = table.details()
+        for name, faults in _groups(chaos.faults).items():
+            table = _table(name, chaos, faults)
+            print(table)
+            report.details[name] = table.details()
         restart = asyncio.run(rolling(stack, maker, cases, options.clients, rng))
         _tell(report, "rolling restart", restart)
-    stalls = chaos.stalls()
+    stalls = chaos.stalls(chaos.faults)
     p50, p99 = _quantile(stalls, 50), _quantile(stalls, 99)
     report.add("stall p50", p50, "s")
     report.add("stall p99", p99, "s", "< 2 with two of each", p99 < 2.0)
@@ -188,19 +208,28 @@ def _tell(report: Report, name: str, course: Course) -> None:
     report.add(f"{name}: requests failed", len(course.failed), "", "0", not course.failed)
 
 
-def _table(course: Course) -> Table:
-    kinds = sorted({(fault.victim, fault.how) for fault in course.faults})
+def _groups(faults: Sequence[Fault]) -> dict[str, dict[str, list[Fault]]]:
+    """What the tables are about: title -> row -> its faults. Of two at once each has a row with the other's name."""
+    alone: dict[str, list[Fault]] = {}
+    pairs: dict[str, list[Fault]] = {}
+    for fault in faults:
+        if fault.with_:
+            pairs.setdefault(" + ".join(sorted((fault.name, fault.with_))), []).append(fault)
+        else:
+            alone.setdefault(fault.name, []).append(fault)
+    return {"stall, ms": dict(sorted(alone.items())), "stall, ms, two at once": dict(sorted(pairs.items()))}
 
+
+def _table(title: str, course: Course, groups: Mapping[str, Sequence[Fault]]) -> Table:
     def row(name: str) -> list[float]:
-        victim, how = name.split()
-        faults = [fault for fault in course.faults if (fault.victim, fault.how) == (victim, how)]
-        stalls = course.stalls(victim, how)
-        back = [fault.over - fault.at for fault in faults]
+        faults = groups[name]
+        stalls = course.stalls(faults)
+        lasted = [fault.over - fault.at for fault in faults]
         ms = [1000 * _quantile(stalls, q) for q in (50, 99, 100)]
-        return [len(faults), len(stalls), *ms, 1000 * _quantile(back, 50)]
+        return [len(faults), len(stalls), *ms, 1000 * _quantile(lasted, 50)]
 
-    columns = ("faults", "streams", "p50", "p99", "worst", "back")
-    return Table.of("stall, ms", columns, [f"{victim} {how}" for victim, how in kinds], row)
+    columns = ("faults", "streams", "p50", "p99", "worst", "lasted")
+    return Table.of(title, columns, list(groups), row)
 
 
 def _quantile(values: Sequence[float], percent: float) -> float:
@@ -216,6 +245,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--real", action="store_true", help=f"{DEFAULT_MODEL}, and 3 clients")
     flags.add_argument("--speculators", nargs="*", help="drafters (default: ngram and the model itself)")
     flags.add_argument("--tokens", type=int, default=150, help="of an answer")
+    flags.add_argument("--races", type=int, default=0, help="races for one session, and nothing else")
     flags.add_argument("--cases", type=int, default=24, help="different requests")
     flags.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     options = flags.parse_args(arguments)

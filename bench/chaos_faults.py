@@ -1,4 +1,4 @@
-"""Trouble for `bench.chaos`: processes of every tier, and Redis, killed, paused and drained at random times."""
+"""Trouble for `bench.chaos`: processes of every tier, and Redis, killed, paused, cut off, drained at random."""
 
 from __future__ import annotations
 
@@ -11,27 +11,46 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
+from bench.chaos_proxy import WAYS, Way
+from bench.chaos_stack import OWN, ChaosStack, route
 from graftree.errors import GraftreeError
 from graftree.local.pod import Tier
-from graftree.local_stack import LocalStack
 from graftree.store.embedded import EmbeddedRedis
 
 TIERS: tuple[Tier, ...] = ("speculator", "verifier", "router")  # in the order of a rolling restart
 Victim = Literal["router", "verifier", "speculator", "redis"]
-How = Literal["kill", "pause", "drain"]
+How = Literal["kill", "pause", "cut", "drain"]
 
 SETTLE_SECONDS = 0.3  # between one trouble's end and the next
 PAUSE_FACTOR = 4.0  # a pause is longer than an absence: long enough to be noticed, or not
+TWO_AT_ONCE = 0.3  # chance
 
 
 @dataclass
 class Fault:
-    """One thing that was done. `at` and `over`: by time.monotonic, when it happened and when all was there again."""
+    """One thing that was done.
+
+    Attributes:
+        place: whose turn it was: of its tier, or of a cut from Redis the router's.
+        at, over: by time.monotonic, when it happened and when all was there again.
+        ways, oldest, broken: of a cut, see `bench.chaos_proxy`.
+        with_: what else happened at the same time.
+    """
 
     victim: Victim
     how: How
-    at: float
+    place: int = 0
+    at: float = 0.0
     over: float = 0.0
+    ways: tuple[Way, ...] = ()
+    oldest: bool = False
+    broken: bool = False
+    with_: str = ""
+
+    @property
+    def name(self) -> str:
+        """Victim and how."""
+        return f"{self.victim} {self.how}"
 
 
 class Places:
@@ -42,7 +61,7 @@ class Places:
         redis: the stack's, started.
     """
 
-    def __init__(self, stack: LocalStack, redis: EmbeddedRedis) -> None:
+    def __init__(self, stack: ChaosStack, redis: EmbeddedRedis) -> None:
         self._stack, self._redis = stack, redis
         self._places: dict[tuple[Tier, int], int] = {}
         for tier in TIERS:
@@ -78,6 +97,18 @@ class Places:
         else:
             self._stack.resume(victim, self._places[victim, place])
 
+    def cut(self, fault: Fault) -> None:
+        """Stop the bytes of a way."""
+        self._stack.proxy.cut(self._route(fault), fault.ways, oldest=fault.oldest)
+
+    def mend(self, fault: Fault) -> None:
+        """The end of `cut`."""
+        self._stack.proxy.mend(self._route(fault), broken=fault.broken)
+
+    def _route(self, fault: Fault) -> str:
+        tier: Tier = "router" if fault.victim == "redis" else fault.victim
+        return route(tier, self._places[tier, fault.place])
+
     @property
     def _redis_pid(self) -> int:
         assert self._redis.pid is not None, "it runs"
@@ -89,7 +120,7 @@ class Places:
             self._redis.start()
             return
         old = self._stack.pods(victim)[self._places[victim, place]]
-        keep: dict[str, Any] = {name: value for name, value in old.values.items() if name not in ("redis", "pod_id")}
+        keep: dict[str, Any] = {name: value for name, value in old.values.items() if name not in OWN}
         if victim == "router":
             keep["port"] = int(old.address.rpartition(":")[2])
         self._places[victim, place] = len(self._stack.pods(victim))
@@ -133,40 +164,59 @@ class Troublemaker:
         while not (stop.is_set() or enough()):
             turn = turn or self._rng.sample(self._kinds, len(self._kinds))
             chosen = [turn.pop()]
-            if turn and self._rng.random() < 0.3 and turn[-1][0] != chosen[0][0]:
+            if turn and self._rng.random() < TWO_AT_ONCE and turn[-1][0] != chosen[0][0]:
                 chosen.append(turn.pop())
-            self._do(chosen)
+            self._do([self._drawn(victim, how) for victim, how in chosen])
             stop.wait(SETTLE_SECONDS * self._rng.uniform(0.5, 2))
 
     def rolling_restart(self, tiers: Sequence[Tier]) -> None:
         """Every pod in turn: SIGTERM, its end, another one in its place."""
         for tier in tiers:
             for place in range(self._places.count(tier)):
-                fault = Fault(tier, "drain", time.monotonic())
+                fault = Fault(tier, "drain", place, time.monotonic())
                 self._places.drain(tier, place)
                 self._places.start(tier, place)
                 fault.over = time.monotonic()
                 self.faults.append(fault)
 
-    def _do(self, chosen: Sequence[tuple[Victim, How]]) -> None:
-        begun = []
-        for victim, how in chosen:
-            place = 0 if victim == "redis" else self._rng.randrange(self._places.count(victim))
-            fault = Fault(victim, how, time.monotonic())
-            if how == "kill":
-                self._places.kill(victim, place)
-            elif how == "pause":
-                self._places.pause(victim, place)
+    def _drawn(self, victim: Victim, how: How) -> Fault:
+        rng = self._rng
+        if how != "cut":
+            return Fault(victim, how, 0 if victim == "redis" else rng.randrange(self._places.count(victim)))
+        return Fault(
+            victim,
+            how,
+            rng.randrange(self._places.count("router" if victim == "redis" else victim)),
+            ways=rng.choice((WAYS, WAYS[:1], WAYS[1:])),
+            oldest=rng.random() < 0.3,
+            broken=rng.random() < 0.5,
+        )
+
+    def _do(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            fault.with_ = ", ".join(other.name for other in faults if other is not fault)
+            fault.at = time.monotonic()
+            if fault.how == "kill":
+                self._places.kill(fault.victim, fault.place)
+            elif fault.how == "pause":
+                self._places.pause(fault.victim, fault.place)
+            elif fault.how == "cut":
+                self._places.cut(fault)
             else:
-                self._places.drain(victim, place)  # type: ignore[arg-type]
-            begun.append((fault, place))
-        longer = PAUSE_FACTOR if any(how == "pause" for _, how in chosen) else 1.0
+                self._places.drain(fault.victim, fault.place)  # type: ignore[arg-type]
+        longer = PAUSE_FACTOR if any(fault.how in ("pause", "cut") for fault in faults) else 1.0
         time.sleep(longer * self._rng.uniform(*self._down))
-        # Redis first: nobody is linked without it.
-        for fault, place in sorted(begun, key=lambda each: each[0].victim != "redis"):
+        for fault in sorted(faults, key=_order):
             if fault.how == "pause":
-                self._places.resume(fault.victim, place)
+                self._places.resume(fault.victim, fault.place)
+            elif fault.how == "cut":
+                self._places.mend(fault)
             else:
-                self._places.start(fault.victim, place)
+                self._places.start(fault.victim, fault.place)
             fault.over = time.monotonic()
             self.faults.append(fault)
+
+
+def _order(fault: Fault) -> int:
+    """Of the ends: what stands still goes on before anybody waits for a new pod; without Redis none is linked."""
+    return 0 if fault.how in ("pause", "cut") else 1 if fault.victim == "redis" else 2

@@ -10,6 +10,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from graftree.store.connection import connect
@@ -46,12 +47,15 @@ class History:
         commits: appends that were checked.
         acquired: times that a session got another epoch.
         wrong: what must not be, in words.
+        listening: set as soon as commands are seen.
     """
 
     url: str
     commits: int = 0
     acquired: int = 0
     wrong: list[str] = field(default_factory=list)
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    _marks: dict[str, asyncio.Event] = field(default_factory=dict)
     _sessions: dict[str, _Session] = field(default_factory=dict)
     _commit: _Commit | None = None
 
@@ -61,14 +65,24 @@ class History:
             with suppress(RedisError, OSError):
                 async with connect(self.url, timeout_seconds=3600.0) as redis, redis.monitor() as monitor:
                     self._sessions.clear()
+                    self.listening.set()
                     async for entry in monitor.listen():
                         self.saw(entry["client_type"], entry["command"].split(" "))
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def caught_up(self, redis: Redis) -> None:
+        """Returns when whatever the server has done before this call was seen here."""
+        mark = f"graftree-mark-{len(self._marks)}"
+        event = self._marks[mark] = asyncio.Event()
+        await redis.echo(mark)
+        await event.wait()
 
     def saw(self, client: str, words: list[str]) -> None:
         """One command: whose it is ("lua" = a script's own), and its words."""
         if client != "lua":
             self._commit = _outer(words)
+            if words[0].upper() == "ECHO" and words[1] in self._marks:
+                self._marks[words[1]].set()
             return
         command, key = words[0].upper(), words[1] if len(words) > 1 else ""
         name, _, part = key.rpartition(":")

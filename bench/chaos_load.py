@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -54,12 +55,16 @@ class Stream:
     reconnects: int = 0
     done: bool = False
 
-    def stall(self, moment: float) -> float | None:
-        """Seconds between the chunks around a moment; None where the stream did not run then."""
-        if not self.times or not self.times[0] <= moment <= self.times[-1]:
+    def stall(self, begun: float, over: float) -> float | None:
+        """The longest time, in seconds, without a chunk of which a part lies between two moments.
+
+        None where the stream did not run then. The time before its first chunk counts; the time after its last one
+        does not.
+        """
+        if not self.times or self.times[-1] < begun or self.times[0] > over:
             return None
-        after = next(index for index, each in enumerate(self.times) if each >= moment)
-        return self.times[after] - self.times[max(0, after - 1)]
+        gaps = [later - earlier for earlier, later in pairwise(self.times) if earlier <= over and later >= begun]
+        return max(gaps, default=None)
 
 
 def requests(count: int, tokens: int, rng: Random, *, greedy: bool = False) -> list[dict[str, Any]]:

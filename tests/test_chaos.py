@@ -14,6 +14,7 @@ from bench.chaos import TINY, Course, rolling, stack_of, trouble
 from bench.chaos_faults import Places, Troublemaker
 from bench.chaos_history import History
 from bench.chaos_load import Case, requests, undisturbed
+from bench.chaos_proxy import FaultProxy
 from graftree.errors import LeaseLost
 from graftree.local_stack import LocalStack
 from graftree.rpc.status import from_rpc
@@ -43,7 +44,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with EmbeddedRedis() as redis, stack_of(TINY, ["ngram"], redis) as stack:
+    with EmbeddedRedis() as redis, FaultProxy() as proxy, stack_of(TINY, ["ngram"], redis, proxy) as stack:
         yield Lab(stack, redis, undisturbed(stack.target, requests(6, 120, Random(0))), Places(stack, redis))
 
 
