@@ -59,7 +59,7 @@ class Mix:
             "stranger": (1, self._stranger),
         }
         if not greedy:
-            kinds |= {"samples": (2, self._samples), "structured": (1, self._structured)}
+            kinds |= {"samples": (2, self._samples), "structured": (1, self._structured), "text": (2, self._text)}
         self._names = list(kinds)
         self._weights = [weight for weight, _ in kinds.values()]
         self._kinds = {name: ask for name, (_, ask) in kinds.items()}
@@ -96,6 +96,13 @@ class Mix:
     async def _structured(self, client: AsyncClient, rng: Random) -> None:
         wanted = StructuredOutput(regex="[a-z]{300}")
         await _answered(client, rng, SHORT, structured_output=wanted, ignore_eos=False)
+
+    async def _text(self, client: AsyncClient, rng: Random) -> None:
+        """A text that nobody has asked before, told until a letter comes; most tokens of a random model have none."""
+        words = (f"{rng.getrandbits(32):x}" for _ in range(rng.randint(1, 20)))
+        result = await client.generate(" ".join(words), max_new_tokens=rng.randint(*SHORT), stop=["e"])
+        if "e" in result.text:
+            raise Unexpected("it goes on behind its end")
 
     async def _given_up(self, client: AsyncClient, rng: Random) -> None:
         """A stream that is left after some chunks."""

@@ -1,4 +1,4 @@
-"""bench.overload, bench.elastic and bench.soak in small: what they count is there and right, whatever the machine."""
+"""bench.overload and bench.elastic in small: what they count is there and right, whatever the machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench import soak_load
 from bench.autoscale import CAPACITY
 from bench.elastic import VOCAB, Lab, Streams, judge, spoken
 from bench.overload import Answer, Demand, Level, burst, offer
 from bench.report import Report
-from bench.soak import Course, Rest
-from bench.vitals import descriptors, resident, slope
+from bench.vitals import descriptors, resident
 from graftree.local_stack import LocalStack
 from graftree.models.standin import next_token
 
@@ -93,45 +91,6 @@ def test_the_formula_is_the_stand_ins() -> None:
     said = spoken([5, 7], 3)
     assert said[0] == next_token(7, 2, VOCAB)
     assert said[2] == next_token(said[1], 4, VOCAB)
-
-
-async def test_a_mixed_load_goes_as_it_should(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Good requests are answered, bad ones refused, others given up; nothing of it counts as unexpected."""
-    for name, value in {"LONG": (6, 12), "SHORT": (1, 3), "PROMPT_TOKENS": (1, 3), "SHARED": [17]}.items():
-        monkeypatch.setattr(soak_load, name, value)
-    mix = soak_load.Mix([stack.target], 3, Random(2), greedy=True)
-    running = asyncio.create_task(mix.run())
-    for _ in range(600):
-        await asyncio.sleep(0.1)
-        if mix.counts.keys() >= {"short", "long", "given up", "late", "bad", "told again", "stranger"}:
-            break
-    mix.stop()
-    await running
-    assert mix.unexpected == []
-    assert len(mix.counts) == 7
-
-
-def test_what_is_left_behind() -> None:
-    """Only more than before counts; a few descriptors are spared."""
-    before = Rest(2, 0.0, {"verifier 0": 0.0}, {"router 0": 20})
-    assert Rest(1, 0.0, {"verifier 0": 0.0}, {"router 0": 22}).left_behind(before) == {}
-    left = Rest(3, 1.0, {"verifier 0": 0.25}, {"router 0": 24}).left_behind(before)
-    assert left == {
-        "sessions in Redis": 1.0,
-        "requests under way": 1.0,
-        "KV blocks of verifier 0": 0.25,
-        "descriptors of router 0": 2.0,
-    }
-
-
-def test_slopes_are_of_the_second_half() -> None:
-    """A process that grows at first and then by 3 MB a minute."""
-    times = [float(second) for second in range(120)]
-    memory = [second * 5.0 if second < 60 else 300.0 + second / 20.0 for second in times]
-    found, files = Course(times, memory, [7] * 120).slopes()
-    assert found == pytest.approx(3.0)
-    assert files == 0.0
-    assert slope([1.0, 2.0], [1.0, 9.0]) == 0.0
 
 
 def test_what_this_process_holds() -> None:
