@@ -59,6 +59,12 @@ def _check_resume(request: pb.GenerateRequest) -> None:
         raise InvalidArgument("request_id", "", "the id of the generation to resume")
     if counts and len(counts) != (request.n or 1):
         raise InvalidArgument("resume_after", f"{len(counts)} counts", f"one for each of {request.n or 1} samples")
+    if not request.HasField("recollection"):
+        return
+    lengths = [len(sample.ids) for sample in request.recollection.samples]
+    if not counts or lengths != list(counts):
+        limit = f"as many as resume_after says, {list(counts)}" if counts else "unset without resume_after"
+        raise InvalidArgument("recollection.samples", f"{lengths} tokens", limit)
 
 
 def _check_stopping(stopping: pb.StoppingParams) -> None:

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from graftree.errors import AlreadyExists
 
-_NOT_COMPARED = ("request_id", "resume_after")
+_NOT_COMPARED = ("request_id", "resume_after", "recollection")
 
 
 def refuse_another(request_id: str, began: Message, asked: Message) -> None:

@@ -25,7 +25,7 @@ class EventLog:
         return len(self._entries)
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """There are so many samples, which begin with so many tokens each."""
+        """There are so many samples, of which so many tokens are there or will be."""
         self._lengths = list(lengths)
         self._wake()
 

@@ -73,6 +73,8 @@ class Link(ABC, Generic[M]):
         hello: the pod's own, once connected.
         load: its last word on itself.
         tls: of the connection; None = plaintext.
+        options: of the channel.
+        silent: it did not do in time what it was asked to, and has said nothing since.
         on_change: called when it becomes able or unable to take a session.
         members: wire id -> session.
     """
@@ -89,6 +91,8 @@ class Link(ABC, Generic[M]):
         self._own_hello = hello
         self._connect_timeout = connect_timeout
         self.tls: ClientTls | None = None
+        self.options = CHANNEL_OPTIONS
+        self.silent = False
         self._queue: list[Any] = []
         self._queued = asyncio.Event()
         self._owed = 0  # credits to give back
@@ -131,9 +135,9 @@ class Link(ABC, Generic[M]):
             InvalidArgument: figures that cannot be right.
         """
         if self.tls is None:
-            self._channel = grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self.record.address, options=self.options)
         else:
-            self._channel = self.tls.channel(self.record.address, CHANNEL_OPTIONS)
+            self._channel = self.tls.channel(self.record.address, self.options)
         self._call = self._start_call(self._channel)
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -164,6 +168,7 @@ class Link(ABC, Generic[M]):
         error: GraftreeError = Unavailable(f"{self.record.pod_id}: link closed")
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
+                self.silent = False
                 self._take_figures(message)
                 self._dispatch(message)
                 self._owed += 1

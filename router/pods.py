@@ -17,6 +17,7 @@ import structlog
 
 from graftree.config import RouterConfig
 from graftree.errors import GraftreeError, Incompatible, NoVerifier, ResourceExhausted, Unavailable
+from graftree.rpc.options import channel_options
 from graftree.security.tls import ClientTls
 from graftree.store.registry import PodRecord
 from graftree.v1.common_pb2 import StreamHello
@@ -183,6 +184,7 @@ class Pods:
         link_type = VerifierLink if peer.record.tier == "verifier" else SpeculatorLink
         link = link_type(peer.record, self._hello, self._config.connect_timeout_seconds, self._metrics)
         link.tls, link.on_change = self._tls, self._changed
+        link.options = channel_options(self._config.lease_seconds)  # who is silent for a lease is gone
         try:
             await link.connect()
             self._check(peer, link)
@@ -267,9 +269,9 @@ class Pods:
         return [peer for peer in self._peers.values() if isinstance(peer.link, VerifierLink)]
 
     def verifier(self, avoid: Collection[str] = ()) -> VerifierLink | None:
-        """The least loaded verifier that takes a session; one to avoid only where there is no other."""
+        """The least loaded verifier that takes a session; one that is silent or to avoid only without another."""
         ranked = [
-            ((link.record.pod_id in avoid, not peer.registered, link.sessions, link.record.pod_id), link)
+            ((link.record.pod_id in avoid, link.silent, not peer.registered, link.sessions, link.record.pod_id), link)
             for peer in self._verifiers()
             if peer.usable and isinstance(link := peer.link, VerifierLink) and not link.full
         ]

@@ -3,11 +3,13 @@
 A session whose request comes again goes on from its record, at the same token: under the next epoch, so that whoever
 had it can never write to it again. A request that only repeats its id waits for the lease of a router that is at work
 on it; one that says what it has (`resume_after`) is the client's word that its stream there is no more, and takes the
-session at once. Streams that are left on the other router end with LeaseLost.
+session at once. Streams that are left on the other router end with LeaseLost. Where the client remembers its tokens a
+record that is gone, or out of reach, is begun anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 
 from graftree.errors import AlreadyExists, GraftreeError, Incompatible, LeaseLost, NotFound, Unavailable
@@ -18,6 +20,10 @@ from router.difference import refuse_another, refuse_another_prompt
 from router.events import check_resume
 from router.request import GenerationPlan
 from router.tools import Tools
+
+# Longest that one who remembers its tokens waits for the record, usually and while Redis is known to be away:
+# computing them again takes hardly longer.
+PATIENCE_SECONDS = (0.5, 0.1)
 
 
 class Records:
@@ -42,8 +48,9 @@ class Records:
             Incompatible: it began with another model.
             InvalidArgument: the client cannot have so many tokens.
             NotFound: nobody began it, or it is over for too long.
-            Unavailable: another router is at work on it, or Redis cannot be reached and knows more.
+            Unavailable: another router is at work on it, or Redis cannot be reached and knows more than the client.
         """
+        remembers = after is not None and bool(plan.remembered)
         record = SessionRecord(
             session_id=f"{plan.request_id}#{sample}" if sample else plan.request_id,
             model_fingerprint=self._tools.pods.identity.model_fingerprint,
@@ -56,9 +63,10 @@ class Records:
             owner=self._tools.config.pod_id,
             finished=False,
         )
-        if after is not None and (held := await self._take_over(record, seeded, after)) is not None:
+        if after is not None and (held := await self._resume(record, seeded, after, remembers=remembers)) is not None:
             return held
-        if after is not None and (sample == 0 or after > 0):  # later samples may not have been begun
+        # Later samples may not have been begun.
+        if after is not None and not remembers and (sample == 0 or after > 0):
             seconds = self._tools.config.replay_seconds
             raise NotFound(
                 f"request_id = {public_id(plan.request_id)!r}: no such generation to resume; "
@@ -67,20 +75,41 @@ class Records:
         try:
             await self._tools.committer.create(record)
         except AlreadyExists:
-            held = await self._take_over(record, seeded, None)
+            held = await self._take_over(record, seeded, after if remembers else None, remembers=remembers)
             if held is None:
                 raise
             return held
         return record
 
-    async def _take_over(self, wanted: SessionRecord, seeded: bool, after: int | None) -> SessionRecord | None:
-        """None = there is no record."""
+    async def _resume(
+        self, wanted: SessionRecord, seeded: bool, after: int, *, remembers: bool
+    ) -> SessionRecord | None:
+        """As `_take_over`. Where the client remembers its tokens and Redis is away the session begins anew, to be
+        written when Redis is back; if another's record turns out to be there its next commit raises LeaseLost."""
+        if remembers:
+            committer = self._tools.committer
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS[committer.degraded]):
+                    await self._store.ping()
+            except (Unavailable, TimeoutError):
+                committer.adopt(wanted)
+                return wanted
+        return await self._take_over(wanted, seeded, after, remembers=remembers)
+
+    async def _take_over(
+        self, wanted: SessionRecord, seeded: bool, after: int | None, *, remembers: bool = False
+    ) -> SessionRecord | None:
+        """None = there is no record.
+
+        Args:
+            remembers: the client has the first `after` tokens, so that the record may have less.
+        """
         name = public_id(wanted.session_id)
         found = await self._store.load(wanted.session_id)
         if found is None:
             return None
         _check_same(name, found, wanted, seeded)
-        if after is not None:
+        if after is not None and not remembers:
             check_resume(_sample(wanted.session_id), after, len(found.token_ids))
         try:
             held = await self._store.acquire(

@@ -66,6 +66,7 @@ class GenerationPlan:
         structured_output: what the output must look like; None = anything.
         log_probs_mode: graftree.v1.LogProbsMode.
         samples: how many of the prompt are wanted.
+        remembered: of each sample the output that the client has; empty = it does not say, or it is of no use.
         priority: higher ones come first where not all can.
         tenant: on whose behalf; empty = there are no tenants. `request_id` begins with it.
         traceparent: of the span that what the pods do hangs below; empty = not traced.
@@ -86,6 +87,7 @@ class GenerationPlan:
     structured_output: StructuredOutputParams | None = None
     log_probs_mode: LogProbsMode = LOG_PROBS_MODE_RAW
     samples: int = 1
+    remembered: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     tenant: str = ""
     traceparent: str = ""
@@ -196,8 +198,10 @@ def plan(
             limit = f"below the vocabulary size {limits.vocab_size}"
             raise InvalidArgument(f"stopping.stop_token_ids[{index}]", token, limit)
     sampling = _sampling(request, bad_words, limits)
+    remembered = _remembered(request, limits)
     if sampling.seed is None:
-        sampling = replace(sampling, seed=source.getrandbits(64))
+        seed = request.recollection.seed if remembered else source.getrandbits(64)
+        sampling = replace(sampling, seed=seed)
     if request.stopping.min_new_tokens > context - count:
         limit = f"at most {context - count}: the model's context holds {context} tokens, {count} of them the prompt's"
         raise InvalidArgument("stopping.min_new_tokens", request.stopping.min_new_tokens, limit)
@@ -210,8 +214,9 @@ def plan(
         raise InvalidArgument("stopping.min_new_tokens", stops.min_new_tokens, limit)
     parameters = pb.GenerateRequest()
     parameters.CopyFrom(request)
-    for name in ("request_id", "resume_after", kind):
+    for name in ("request_id", "resume_after", "recollection", kind):
         parameters.ClearField(name)
+    rule = Rule.from_proto(request.speculation.mode)
     return GenerationPlan(
         request_id=identifier,
         parameters=parameters.SerializeToString(deterministic=True),
@@ -224,12 +229,22 @@ def plan(
         echo_prompt_token_ids=request.output.echo_prompt_token_ids,
         max_nodes=_max_nodes(request.speculation, config),
         max_depth=request.speculation.max_depth or config.tree_depth,
-        rule=Rule.from_proto(request.speculation.mode),
+        rule=rule,
         structured_output=request.structured_output if request.HasField("structured_output") else None,
         log_probs_mode=request.output.log_probs_mode or LOG_PROBS_MODE_RAW,
         samples=request.n or 1,
+        remembered=() if rule.at(sampling).tests_draws else remembered,
         priority=request.priority,
     )
+
+
+def _remembered(request: pb.GenerateRequest, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+    samples = tuple(tuple(sample.ids) for sample in request.recollection.samples)
+    for index, sample in enumerate(samples):
+        if max(sample, default=0) >= limits.vocab_size:
+            limit = f"token ids below the vocabulary size {limits.vocab_size}"
+            raise InvalidArgument(f"recollection.samples[{index}].ids", max(sample), limit)
+    return samples
 
 
 def _sampling(

@@ -81,7 +81,9 @@ class Samples:
         for sample in range(1, self._plan.samples):
             plan = self._plan.sample(sample)
             held.append(await self._records.begin(plan, sample=sample, seeded=True, after=after[sample]))
-        self._events.begin([len(record.token_ids) for record in held])
+        remembered = self._plan.remembered or [()] * self._plan.samples
+        pairs = zip(held, remembered, strict=True)
+        self._events.begin([max(len(record.token_ids), len(known)) for record, known in pairs])
 
     async def _generate(self, held: list[SessionRecord]) -> None:
         for sample, record in enumerate(held):

@@ -16,7 +16,7 @@ from itertools import count
 
 import structlog
 
-from graftree.errors import GraftreeError, NotFound, NoVerifier, ResourceExhausted, Stale, Unavailable
+from graftree.errors import ContextTooLong, GraftreeError, NotFound, NoVerifier, ResourceExhausted, Stale, Unavailable
 from graftree.store.sessions import SessionRecord
 from graftree.tree import TokenTree
 from graftree.v1 import generation_pb2 as pb
@@ -30,6 +30,7 @@ from router.drafts import Drafts
 from router.events import EventLog
 from router.figures import Figures
 from router.metrics import Outcome
+from router.recollection import Recollection
 from router.request import GenerationPlan
 from router.steering import FixedSteering, Steering
 from router.stops import Delivery, Finish, Stopper
@@ -75,6 +76,7 @@ class Session:
         self._figures = Figures(tools.clock_ns, arrived_ns)
         self._token_ids = list(plan.prompt_token_ids)
         self._stopper = Stopper(plan.stops, tools.detokenizer(plan.prompt_token_ids))
+        self._recollection = Recollection(plan.remembered[sample] if plan.remembered else (), plan.max_nodes)
         self._restored = self._restore()
         self._sample = sample
         self._sibling = sibling
@@ -124,7 +126,7 @@ class Session:
             if restored is None or restored.finish is None:
                 await self._reach_verifier()
                 self._drafts.seat()
-                self._send_step(self._drafts.cut())
+                self._send_step(self._cut())
             if self._sample == 0:
                 self._metrics.prompt_tokens += len(self._plan.prompt_token_ids)
                 self._events.append(messages.started(self._plan, self._config.model))
@@ -139,7 +141,8 @@ class Session:
                 delivery = self._stopper.take(verdict.token_ids)
                 token_ids = list(verdict.token_ids[: delivery.count])
                 self._count(verdict, delivery)
-                length = len(self._token_ids) - len(self._plan.prompt_token_ids)
+                length = self._length
+                self._recollection.check(length, token_ids)
                 log_probs = verdict.log_probs[: delivery.count]
                 commit = self._trail.commit(length, token_ids, log_probs, finished=delivery.finish is not None)
                 if delivery.finish is None:
@@ -147,6 +150,8 @@ class Session:
                 else:
                     self.close()
                 await self._trail.durable(commit)
+                if delivery.finish is not None:
+                    self._recollection.check_end(length + len(token_ids))
                 self._deliver(verdict.token_ids, verdict.log_probs, delivery)
                 if delivery.finish is not None:
                     return self._finished(delivery.finish)
@@ -159,6 +164,7 @@ class Session:
         if not tokens:
             return None
         delivery = self._stopper.take(tokens)
+        self._recollection.check(0, tokens[: delivery.count])
         if self._record.finished and delivery.finish is None:  # by a router with another default length
             delivery = replace(delivery, finish=Finish(pb.FINISH_REASON_LENGTH))
         self._token_ids.extend(tokens[: delivery.count])
@@ -193,9 +199,10 @@ class Session:
             link, prefix_of = await self._tools.pods.some_verifier(self._avoid), ""
         if link.hello.model_fingerprint != self._record.model_fingerprint:
             raise Unavailable("the verifiers serve another model than the one that began this generation")
+        nodes = max(self._plan.max_nodes, self._recollection.rest(self._length))
         self._verifier = VerifierSeat(
             link,
-            self._plan,
+            replace(self._plan, max_nodes=nodes),
             self._token_ids,
             wire_id=next(self._wire_ids),
             epoch=self._record.epoch,
@@ -205,6 +212,16 @@ class Session:
         )
         self._drafts.reach(self._verifier)
         self._prefills = True
+
+    @property
+    def _length(self) -> int:
+        """Tokens of the output that are there."""
+        return len(self._token_ids) - len(self._plan.prompt_token_ids)
+
+    def _cut(self) -> Cut:
+        """The next step's tree: what the client remembers, then what the speculators say."""
+        room = self._plan.max_length - len(self._token_ids) - 1  # the bonus token needs a place too
+        return self._recollection.cut(self._drafts.tree.root_id, self._length, room) or self._drafts.cut()
 
     def _send_step(self, cut: Cut) -> None:
         assert self._verifier is not None, "a verifier was reached"
@@ -220,14 +237,14 @@ class Session:
         self._token_ids.extend(token_ids)
         self._drafts.reroot(token_ids)
         self._figures.branch_hits += bool(len(self._drafts.tree))
-        if wait := self._drafts.worth_waiting():
+        if not self._recollection.rest(self._length) and (wait := self._drafts.worth_waiting()):
             self._drafts.commit(token_ids)
             begun = self._tools.clock_ns()
             await self._drafts.wait(wait)
             self._figures.draft_wait_ns += self._tools.clock_ns() - begun
-            self._send_step(self._drafts.cut())
+            self._send_step(self._cut())
         else:
-            self._send_step(self._drafts.cut())
+            self._send_step(self._cut())
             self._drafts.commit(token_ids)
         self._drafts.seat()
 
@@ -242,7 +259,7 @@ class Session:
             try:
                 if self._verifier is None:
                     await self._reach_verifier()
-                    self._send_step(self._drafts.cut())
+                    self._send_step(self._cut())
                 assert self._verifier is not None, "just reached"
                 verdict = await self._verifier.verdict(self._config.step_timeout_seconds)
                 if verdict.stale:
@@ -251,6 +268,11 @@ class Session:
             except NoVerifier:
                 raise
             except (Unavailable, NotFound, ResourceExhausted, Stale) as error:
+                await self._lose_verifier(error)
+            except ContextTooLong as error:
+                if self._recollection.rest(self._length) <= self._plan.max_nodes:
+                    raise
+                self._recollection.narrow(self._plan.max_nodes)
                 await self._lose_verifier(error)
             else:
                 self._tries = 0

@@ -113,7 +113,11 @@ def test_lost_after_any_event(count: int) -> None:
         assert not first.resume_after
         have = [0, 0, 1, 2, 4, 7][count]
         assert list(second.resume_after) == [have]
+        assert second.HasField("recollection") == (count > 0)
+        if count:
+            assert second.recollection == pb.Recollection(seed=5, samples=[pb.TokenIds(ids=TOKENS[:have])])
         second.ClearField("resume_after")
+        second.ClearField("recollection")
         assert first == second
 
 

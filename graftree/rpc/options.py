@@ -22,6 +22,16 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
+SHORTEST_SILENCE_SECONDS = 0.5  # servers mind pings that come oftener than every 200 ms
+
+
+def channel_options(silence_seconds: float) -> list[tuple[str, int]]:
+    """CHANNEL_OPTIONS for a peer that counts as lost when it has answered no ping for so long, about."""
+    half = round(max(SHORTEST_SILENCE_SECONDS, silence_seconds) * 500)
+    changed = {"grpc.keepalive_time_ms": half, "grpc.keepalive_timeout_ms": half}
+    return [*((name, value) for name, value in CHANNEL_OPTIONS if name not in changed), *changed.items()]
+
+
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.keepalive_permit_without_calls", 1),
@@ -31,6 +41,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
     # Likewise a call that could not be looked at for so many seconds (30 by default); its own deadline is earlier.
     ("grpc.server_max_unrequested_time_in_server", 3600),
+    # A connection that never says what it is (two minutes by default).
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two servers on one port would split its connections silently.
     ("grpc.so_reuseport", 0),
 ]

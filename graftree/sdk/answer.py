@@ -63,6 +63,14 @@ class Answer:
         """Tokens of each sample."""
         return [len(sample.token_ids) for sample in self._samples]
 
+    def remember(self, recollection: generation_pb2.Recollection) -> None:
+        """Say in `recollection` what is here of the generation, once it has started."""
+        assert self.started is not None, "checked by the caller"
+        recollection.seed = self.started.seed
+        del recollection.samples[:]
+        for sample in self._samples:
+            recollection.samples.add().ids.extend(sample.token_ids)
+
     @property
     def complete(self) -> bool:
         """Whether every sample's last event is here."""

@@ -32,7 +32,9 @@ _BROKEN = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.CANCELLED,
 )
-_MOST_LOST_LEASES = 2  # two streams that take one generation from each other must not do so for ever
+# Two streams that take one generation from each other must not do so for ever.
+_MOST_LOST_LEASES = 2
+_LOST_LEASE_SECONDS = 10.0  # those that are longer ago do not count
 
 
 def failure(error: grpc.RpcError) -> tuple[GraftreeError, bool]:
@@ -78,7 +80,7 @@ class Journey:
         self._targets = targets
         self._policy, self._rng, self._clock = policy, rng, clock
         self._end = None if timeout is None else clock() + timeout
-        self._lost_leases = 0
+        self._lost_leases: list[float] = []
         self._heard = False
         if policy is not None and not request.request_id:
             request.request_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -136,8 +138,9 @@ class Journey:
     def _is_final(self, error: GraftreeError, answer: Answer, broken: bool) -> bool:
         begun = answer.started is not None
         if isinstance(error, LeaseLost):
-            self._lost_leases += 1
-            return self._lost_leases > _MOST_LOST_LEASES
+            now = self._clock()
+            self._lost_leases = [each for each in self._lost_leases if each > now - _LOST_LEASE_SECONDS] + [now]
+            return len(self._lost_leases) > _MOST_LOST_LEASES
         if _is_unknown(error, self.request):
             return False
         if isinstance(error, ResourceExhausted):
@@ -150,6 +153,7 @@ class Journey:
     def _start_over(self, error: GraftreeError, answer: Answer) -> None:
         """Ask for everything: again under the same seed if nobody knows it, and compare with what is here."""
         del self.request.resume_after[:]
+        self.request.ClearField("recollection")
         answer.repeat()
         if isinstance(error, NotFound) and answer.started is not None and self.sampled:
             self.request.sampling.seed = answer.started.seed
@@ -161,6 +165,8 @@ class Journey:
             counts = [0] * max(1, self.request.n) if self.failures % 2 else []
         self.request.resume_after[:] = counts
         answer.resume(counts)
+        if answer.started is not None:
+            answer.remember(self.request.recollection)
 
     def _pause(self, error: GraftreeError) -> float:
         assert self._policy is not None, "checked by the caller"

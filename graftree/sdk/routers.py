@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from graftree.errors import InvalidArgument
-from graftree.rpc.options import CHANNEL_OPTIONS
+from graftree.rpc.options import CHANNEL_OPTIONS, channel_options
 from graftree.sdk.journey import Journey
 from graftree.sdk.metadata import metadata
 from graftree.sdk.options import GenerateOptions, build_request
@@ -126,10 +126,7 @@ def _channel_options(stall_seconds: float | None) -> list[tuple[str, int]]:
         return CHANNEL_OPTIONS
     if not 0.5 <= stall_seconds <= 3600:
         raise InvalidArgument("stall_seconds", stall_seconds, "0.5 to 3600 seconds")
-    half = round(stall_seconds * 500)
-    changed = {
-        "grpc.keepalive_time_ms": half,
-        "grpc.keepalive_timeout_ms": half,
-        "grpc.min_reconnect_backoff_ms": 2 * half,  # which is also how long a connection may take to come about
-    }
-    return [*((name, value) for name, value in CHANNEL_OPTIONS if name not in changed), *changed.items()]
+    options = dict(channel_options(stall_seconds))
+    # The first is also how long a connection may take to come about.
+    options["grpc.min_reconnect_backoff_ms"] = options["grpc.max_reconnect_backoff_ms"] = round(stall_seconds * 1000)
+    return list(options.items())

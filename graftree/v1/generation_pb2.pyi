@@ -18,7 +18,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "token_ids", "chat", "sampling", "stopping", "output", "speculation", "structured_output", "n", "resume_after", "priority")
+    __slots__ = ("request_id", "prompt", "token_ids", "chat", "sampling", "stopping", "output", "speculation", "structured_output", "n", "resume_after", "priority", "recollection")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RECOLLECTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     token_ids: TokenIds
@@ -43,7 +44,16 @@ class GenerateRequest(_message.Message):
     n: int
     resume_after: _containers.RepeatedScalarFieldContainer[int]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., output: _Optional[_Union[OutputParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., n: _Optional[int] = ..., resume_after: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ...) -> None: ...
+    recollection: Recollection
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., output: _Optional[_Union[OutputParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutputParams, _Mapping]] = ..., n: _Optional[int] = ..., resume_after: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., recollection: _Optional[_Union[Recollection, _Mapping]] = ...) -> None: ...
+
+class Recollection(_message.Message):
+    __slots__ = ("seed", "samples")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    samples: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
