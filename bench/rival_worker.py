@@ -5,7 +5,7 @@
     in   {"model": ..., "eos": [...], "warm_up": [...], ...}                `Setup`, once
     out  {"version": ..., "ways": {way: {"setting": {...}}}}                or {"error": why}
     in   {"way": ..., "token_ids": [...], "max_new_tokens": n}              as often as wanted
-    out  {"token_ids": [...], "seconds": s}
+    out  {"token_ids": [...], "seconds": s}                                 or {"error": why}
 
 Nothing here needs Graftree, so an interpreter that has nothing but the engine will do. Each way is tried with every
 setting there is of it first, and measured with the fastest.
@@ -110,49 +110,6 @@ def fastest(engine: Engine, way: str, prompt: Sequence[int]) -> dict[str, Any]:
     return settings[min(best, key=best.__getitem__)]
 
 
-LLAMA_TYPES = {"F32": 0, "F16": 1}  # llama_ftype
-
-
-class LlamaCpp(Engine):
-    """llama-cpp-python, on the GGUF file as it is and on full-precision copies of it."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._library = importlib.import_module("llama_cpp")
-        self.version = f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
-        self._eos = set(setup.eos)
-        source = setup.gguf_path()
-        files = {"Q4_1" if "Q4_1" in source.name else "as it is": source}
-        files |= {name: self._converted(source, Path(setup.folder), name) for name in LLAMA_TYPES}
-        self._models = {
-            way: self._library.Llama(str(path), n_ctx=setup.context, n_batch=512, verbose=False)
-            for way, path in files.items()
-        }
-        self.settings = {way: threads() for way in files}
-
-    def _converted(self, source: Path, folder: Path, name: str) -> Path:
-        target = folder / f"{source.stem}.{name}.gguf"
-        if not target.is_file():
-            params = self._library.llama_model_quantize_default_params()
-            params.ftype, params.allow_requantize = LLAMA_TYPES[name], True
-            partial = target.with_suffix(".part")
-            if self._library.llama_model_quantize(bytes(source), bytes(partial), params):
-                raise RuntimeError(f"{source} could not be converted to {name}")
-            partial.rename(target)
-        return target
-
-    def generate(self, way: str, setting: dict[str, Any], token_ids: Sequence[int], tokens: int) -> list[int]:
-        """As `Engine.generate`; nothing of an earlier prompt is used again."""
-        model = self._models[way]
-        self._library.llama_set_n_threads(model.ctx, setting["threads"], setting["threads"])
-        model.reset()
-        answer: list[int] = []
-        for token in model.generate(list(token_ids), temp=0.0):
-            answer.append(token)
-            if token in self._eos or len(answer) == tokens:
-                break
-        return answer
-
-
 class OpenVino(Engine):
     """OpenVINO GenAI, on the GGUF file; threads and precision are its own choice."""
 
@@ -177,8 +134,11 @@ class OpenVino(Engine):
 def _engine(kind: str, setup: Setup) -> Engine:
     if kind == "transformers":
         made: Engine = importlib.import_module("bench.rival_transformers").Transformers(setup)
-        return made
-    return {"llama_cpp": LlamaCpp, "openvino": OpenVino}[kind](setup)
+    elif kind == "llama_cpp":
+        made = importlib.import_module("bench.rival_llama").engine(setup)
+    else:
+        made = OpenVino(setup)
+    return made
 
 
 def main() -> int:
@@ -204,7 +164,11 @@ def main() -> int:
             request = json.loads(line)
             way = request["way"]
             begun = time.perf_counter()
-            answer = engine.generate(way, chosen[way], request["token_ids"], request["max_new_tokens"])
+            try:
+                answer = engine.generate(way, chosen[way], request["token_ids"], request["max_new_tokens"])
+            except Exception as error:  # as above
+                say({"error": f"{way}: {type(error).__name__}: {error}"})
+                return 1
             say({"token_ids": answer, "seconds": time.perf_counter() - begun})
     return 0
 
