@@ -16,7 +16,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,31 +100,44 @@ class Run:
             eager = [name for name, thing in things.items() if not thing.graphed]
             self.notes[str(cell)] = f"no CUDA graph, Python's time may show: {', '.join(eager)}"
 
-    def figures(self) -> None:
-        """One figure per cell and question."""
-        gpu = self.device.type == "cuda"
-        for cell, times in self.times.items():
-            memory, arithmetic = self.bounds[cell]
-            ours = times["triton"]
-            self.out.add(f"{cell}: time", ours * 1e6, "us")
-            bound = memory >= arithmetic
-            wanted = gpu and bound and cell.context >= FROM_CONTEXT
-            share = memory / ours
-            self.out.add(
-                f"{cell}: share of copy bandwidth",
-                share,
-                "",
-                f">= {SHARE}" if wanted else "" if bound else "arithmetic sets the pace",
-                share >= SHARE if wanted else None,
-            )
-            if not bound:
-                self.out.add(f"{cell}: share of matrix rate", arithmetic / ours)
-            for name in RIVALS:
-                if name in times:
-                    ratio, target = times[name] / ours, "> 1" if gpu else ""
-                    self.out.add(f"{cell}: {name} over triton", ratio, "", target, ratio > 1 if gpu else None)
+    def all_cells(self, cells: Sequence[Cell], path: str | None) -> None:
+        """Time them; the file is up to date after each, whenever the run is ended."""
+        for cell in cells:
+            self.cell(cell)
+            if cell in self.times:
+                self._figures(cell)
+            self.out.details["cells"] = {"measured": len(self.times), "of": len(cells)}
+            self.out.details["notes"] = self.notes
+            self.out.details["tables"] = [each.details() for each in self.tables()]
+            if path:
+                self.out.write(path)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    def tables(self) -> None:
+    def _figures(self, cell: Cell) -> None:
+        """One figure per question."""
+        gpu, times = self.device.type == "cuda", self.times[cell]
+        memory, arithmetic = self.bounds[cell]
+        ours = times["triton"]
+        self.out.add(f"{cell}: time", ours * 1e6, "us")
+        bound = memory >= arithmetic
+        wanted = gpu and bound and cell.context >= FROM_CONTEXT
+        share = memory / ours
+        self.out.add(
+            f"{cell}: share of copy bandwidth",
+            share,
+            "",
+            f">= {SHARE}" if wanted else "" if bound else "arithmetic sets the pace",
+            share >= SHARE if wanted else None,
+        )
+        if not bound:
+            self.out.add(f"{cell}: share of matrix rate", arithmetic / ours)
+        for name in RIVALS:
+            if name in times:
+                ratio, target = times[name] / ours, "> 1" if gpu else ""
+                self.out.add(f"{cell}: {name} over triton", ratio, "", target, ratio > 1 if gpu else None)
+
+    def tables(self) -> list[Table]:
         """The same as tables, rows = batch and context, columns = nodes."""
         nodes = sorted({cell.nodes for cell in self.times})
         places = dict.fromkeys((cell.batch, cell.context) for cell in self.times)
@@ -145,8 +158,7 @@ class Run:
         ]
         for name in RIVALS:
             made.append(table(f"{name} / triton", lambda cell, name=name: self._ratio(cell, name)))
-        self.out.details["tables"] = [each.details() for each in made]
-        print("\n\n".join(map(str, made)))
+        return made
 
     def _ratio(self, cell: Cell, name: str) -> float:
         return self.times[cell].get(name, math.nan) / self.times[cell]["triton"]
@@ -186,13 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     check_all(device, run.out)
     gpu = device.type == "cuda"
     run.ceilings(4 << 30 if gpu else 1 << 20, 8192 if gpu else 64)
-    for cell in _cells(options, gpu):
-        run.cell(cell)
-        if gpu:
-            torch.cuda.empty_cache()
-    run.tables()
-    run.figures()
-    run.out.details["notes"] = run.notes
+    run.all_cells(_cells(options, gpu), options.json)
+    print("\n\n".join(map(str, run.tables())))
     for key, note in run.notes.items():
         print(f"{key}: {note}")
     return run.out.finish(options.json)

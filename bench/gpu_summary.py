@@ -3,7 +3,7 @@
     python -m bench.gpu_summary --out gpu.json NAME:EXIT_CODE:FILE.json ...
 
 The exit code is 1 where a result was wrong or a part did not end by itself, else 0: missed targets of speed are told,
-and are no failure.
+and are no failure. What a part had measured when it was ended is kept.
 """
 
 from __future__ import annotations
@@ -45,10 +45,20 @@ class Part:
         return [f for f in self.missed if f["name"].startswith("error") or f["target"] == "exact"]
 
     @property
+    def ended(self) -> bool:
+        """Whether the file is the last one it wanted to write."""
+        return bool((self.content or {}).get("ended"))
+
+    @property
     def state(self) -> str:
+        end = "ran past its time" if self.code == TIMED_OUT else f"failed with exit code {self.code}"
         if self.content is None:
-            return "ran past its time" if self.code == TIMED_OUT else f"failed with exit code {self.code}"
-        return f"WRONG in {len(self.wrong)} figures" if self.wrong else "results right"
+            return end
+        told = [f"WRONG in {len(self.wrong)} figures" if self.wrong else "results right"]
+        cells = self.content["details"].get("cells", {})
+        if cells and cells["measured"] < cells["of"]:
+            told.append(f"not all cells: {cells['measured']} of {cells['of']}")
+        return ", ".join(told if self.ended else [*told, end])
 
 
 def summary(parts: Sequence[Part]) -> list[str]:
@@ -84,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\nsummary")
     print("\n".join(summary(options.parts) or ["nothing was measured"]))
     print(f"everything: {options.out}")
-    return int(any(part.content is None or part.wrong for part in options.parts))
+    return int(any(not part.ended or part.wrong for part in options.parts))
 
 
 if __name__ == "__main__":

@@ -51,16 +51,27 @@ class Report:
             verdict = {True: "met", False: "MISSED", None: ""}[figure.met]
             print(f"  {figure.name:<{width}}  {value:>12} {figure.unit:<10} {figure.target:<24} {verdict}".rstrip())
         if path:
-            content = {
-                "benchmark": self.benchmark,
-                "seconds": round(time.monotonic() - _BEGUN, 1),
-                "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
-                "arguments": [_ABSOLUTE.sub("", argument) for argument in sys.argv[1:]],
-                "figures": [asdict(figure) for figure in self.figures],
-                "details": self.details,
-            }
-            Path(path).write_text(json.dumps(content, indent=1) + "\n")
+            self.write(path, ended=True)
         return int(any(figure.met is False for figure in self.figures))
+
+    def write(self, path: str, *, ended: bool = False) -> None:
+        """Write what there is so far, in one piece: a file is never half of one.
+
+        Args:
+            ended: the benchmark is through. What a later end does not come to replace says that it is not.
+        """
+        content = {
+            "benchmark": self.benchmark,
+            "ended": ended,
+            "seconds": round(time.monotonic() - _BEGUN, 1),
+            "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
+            "arguments": [_ABSOLUTE.sub("", argument) for argument in sys.argv[1:]],
+            "figures": [asdict(figure) for figure in self.figures],
+            "details": self.details,
+        }
+        partial = Path(f"{path}.part")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(path)
 
 
 def _cpu() -> str:

@@ -88,6 +88,24 @@ def test_wrong_results_fail_and_missed_speed_does_not(
     assert content["machine"] == ({"device": "a card", "driver": "1.2"} if figures is not None else {})
 
 
+@pytest.mark.parametrize(
+    ("code", "why"), [(124, "ran past its time"), (1, "failed with exit code 1"), (137, "failed with exit code 137")]
+)
+def test_a_part_that_was_ended_keeps_what_it_had(
+    code: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are in the whole file; how many cells there are is said, and the exit code is no success."""
+    out = Report("gpu_kernels")
+    out.details["cells"] = {"measured": 2, "of": 45}
+    out.add("batch 1: time", 3.0, "us")
+    out.write(str(tmp_path / "kernels.json"))
+    parts = [f"kernels:{code}:{tmp_path / 'kernels.json'}"]
+    assert gpu_summary.main(["--out", str(tmp_path / "gpu.json"), *parts]) == 1
+    assert f"kernels: results right, not all cells: 2 of 45, {why}" in capsys.readouterr().out
+    content = json.loads((tmp_path / "gpu.json").read_text())["parts"]["kernels"]["content"]
+    assert [figure["value"] for figure in content["figures"]] == [3.0]
+
+
 FAKE = """#!/usr/bin/env bash
 # Stands where Python is: notes what it is asked, writes what a part writes, runs the summary for real.
 echo "$*" >> "{log}"
