@@ -18,7 +18,7 @@ from graftree.sdk.results import Result
 
 # Long enough for a pod that has to be started anew.
 PATIENCE = Reconnect(attempts=200, first_pause=0.02, longest_pause=0.5)
-STALL_SECONDS = 1.0
+STALL_SECONDS = 0.8
 PROMPT_TOKENS = 24
 LOWEST, HIGHEST = 5, 250  # token ids of prompts, in every model's vocabulary
 

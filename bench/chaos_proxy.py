@@ -96,7 +96,9 @@ class _End(asyncio.Protocol):
         """As asyncio.Protocol."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        if self.pauses:
+        if self.link.broken:
+            transport.abort()
+        elif self.pauses:
             transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -140,6 +142,7 @@ class _Link:
         self.ends: dict[Way, _End] = {way: _End(self, way) for way in WAYS}
         self.ends["up"].pause("no other end")
         self.task: asyncio.Task[None] | None = None
+        self.broken = False
 
     def front(self) -> _End:
         """The protocol of a socket that was accepted."""
@@ -166,7 +169,8 @@ class _Link:
         return self.ends["down" if end.way == "up" else "up"]
 
     def abort(self) -> None:
-        """Break both sockets."""
+        """Break both sockets, also one that is still to come."""
+        self.broken = True
         for end in self.ends.values():
             if end.transport is not None:
                 end.transport.abort()

@@ -22,6 +22,7 @@ from graftree.store.sessions import Commit, SessionRecord, SessionStore
 ROUTERS = ("router-a", "router-b")
 SESSION = "6f9619ff-8b86-d011-b42d-00cf4fc964ff"
 SHORTEST_LEASE = 0.001  # seconds
+PATIENT = 60.0  # seconds for a reply: a slow machine is none of the things that race
 MOST_COMMITS = 3  # of one router in one race
 PER_SESSION = 500  # races: a record is copied whole at each acquisition
 
@@ -53,7 +54,7 @@ async def race(url: str, count: int, rng: Random) -> tuple[Races, History]:
     """So many races on the server at `url`, one after the other."""
     found, history = Races(), History(url)
     following = asyncio.create_task(history.follow())
-    async with connect(url) as one, connect(url) as other:
+    async with connect(url, timeout_seconds=PATIENT) as one, connect(url, timeout_seconds=PATIENT) as other:
         stores = [SessionStore(redis, ttl_seconds=600) for redis in (one, other)]
         await history.listening.wait()
         while found.races < count:
