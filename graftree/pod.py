@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from graftree.config import PodConfig
 from graftree.errors import ConfigError, GraftreeError, Incompatible
 from graftree.observe import pod_exports
 from graftree.observe.exports import Export
 from graftree.observe.tracing import NO_TRACER, tracer
+from graftree.rpc.guard import GuardedServer
 from graftree.rpc.options import SERVER_OPTIONS
 from graftree.security.secrets import RedisCredentials
 from graftree.security.tls import ClientTls, ServerTls, TlsFiles
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=PodConfig)
 
 READINESS = "readiness"
-Adder = Callable[[grpc.aio.Server], None]
+Adder = Callable[[Any], None]
 
 log = structlog.get_logger(__name__)
 
@@ -138,11 +139,13 @@ class Pod(ABC, Generic[C]):
     async def _listen(self) -> None:
         await self._check_host()
         self._server = server = grpc.aio.server(options=SERVER_OPTIONS)
+        guarded: Any = GuardedServer(server)
         for name, add in self.services():
-            add(server)
+            add(guarded)
             self._names.append(name)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, guarded)
+        names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), guarded)
         await self.set_ready(False)
         wanted = f"{self.config.host}:{self.config.port}"
         try:
@@ -161,7 +164,8 @@ class Pod(ABC, Generic[C]):
         if wanted in ("", "0"):
             return
         self._health_server = server = grpc.aio.server(options=SERVER_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        guarded: Any = GuardedServer(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, guarded)
         try:
             port = server.add_insecure_port(wanted)
         except RuntimeError as error:

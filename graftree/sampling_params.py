@@ -26,6 +26,13 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 256
 MAX_BAD_SEQUENCES = 256
 MAX_BAD_SEQUENCE_TOKENS = 256
+_MOST = {
+    "logit_bias": MAX_BIASES,
+    "bad_words": MAX_BAD_WORDS,
+    "bad_words_token_ids": MAX_BAD_SEQUENCES,
+    "banned_token_ids": MAX_BANNED_TOKENS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,14 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
-        """Take over the fields that are set; call `validate` next."""
+        """Take over the fields that are set; call `validate` next.
+
+        Raises:
+            InvalidArgument: a list that is too long, before anything is made of its entries.
+        """
+        _check_lengths(message)
+        for index, sequence in enumerate(message.bad_words_token_ids):
+            _check_sequence(index, len(sequence.ids))
         names = (
             "temperature",
             "top_k",
@@ -134,24 +148,14 @@ class SamplingParams:
             self._validate_tokens(vocab_size, token_count or vocab_size)
 
     def _validate_lists(self) -> None:
-        for name, most in (
-            ("logit_bias", MAX_BIASES),
-            ("bad_words", MAX_BAD_WORDS),
-            ("bad_words_token_ids", MAX_BAD_SEQUENCES),
-            ("banned_token_ids", MAX_BANNED_TOKENS),
-            ("allowed_token_ids", MAX_ALLOWED_TOKENS),
-        ):
-            size = len(getattr(self, name))
-            _check(name, size, size <= most, f"at most {most} entries")
+        _check_lengths(self)
         for token, bias in self.logit_bias.items():
             _check(f"logit_bias[{token}]", bias, BAN <= bias <= -BAN, "a number from -100 to 100")
         for index, word in enumerate(self.bad_words):
             size = len(word.encode())
             _check(f"bad_words[{index}]", size, 1 <= size <= MAX_BAD_WORD_BYTES, f"1 to {MAX_BAD_WORD_BYTES} bytes")
         for index, sequence in enumerate(self.bad_words_token_ids):
-            holds = 1 <= len(sequence) <= MAX_BAD_SEQUENCE_TOKENS
-            limit = f"1 to {MAX_BAD_SEQUENCE_TOKENS} tokens"
-            _check(f"bad_words_token_ids[{index}]", len(sequence), holds, limit)
+            _check_sequence(index, len(sequence))
 
     def _validate_tokens(self, vocab_size: int, token_count: int) -> None:
         for name, tokens in (
@@ -222,6 +226,17 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def _check_lengths(lists: Any) -> None:
+    for name, most in _MOST.items():
+        size = len(getattr(lists, name))
+        _check(name, size, size <= most, f"at most {most} entries")
+
+
+def _check_sequence(index: int, size: int) -> None:
+    limit = f"1 to {MAX_BAD_SEQUENCE_TOKENS} tokens"
+    _check(f"bad_words_token_ids[{index}]", size, 1 <= size <= MAX_BAD_SEQUENCE_TOKENS, limit)
 
 
 def _check(name: str, value: float, holds: bool, limit: str) -> None:

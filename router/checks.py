@@ -11,6 +11,7 @@ from graftree.tree import MAX_TREE_DEPTH, MAX_TREE_NODES
 from graftree.v1 import generation_pb2 as pb
 from graftree.v1.common_pb2 import LogProbsMode
 
+MAX_MESSAGES = 4096  # of a chat
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKENS = 64
@@ -30,6 +31,8 @@ def check(request: pb.GenerateRequest, config: RouterConfig) -> None:
         raise InvalidArgument("input", "", "exactly one of prompt, token_ids and chat")
     if kind == "chat" and not request.chat.messages:
         raise InvalidArgument("chat.messages", 0, "at least one message")
+    if len(request.chat.messages) > MAX_MESSAGES:
+        raise InvalidArgument("chat.messages", len(request.chat.messages), f"at most {MAX_MESSAGES}")
     size = (
         len(request.prompt.encode())
         if kind == "prompt"

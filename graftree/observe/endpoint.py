@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,6 +15,7 @@ from prometheus_client.registry import Collector
 from graftree.errors import ConfigError
 from graftree.observe.exports import Export, Reading
 from graftree.observe.histogram import Histogram
+from graftree.observe.http_server import serve
 
 READ_SECONDS = 5.0  # an event loop that has no time for a scrape within this makes it fail, visibly
 
@@ -83,13 +82,11 @@ class MetricsEndpoint:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         try:
-            server, thread = start_http_server(port, host, registry)
+            self._server = serve(make_wsgi_app(registry), host, port)
         except (OSError, OverflowError) as error:
             raise ConfigError("metrics_listen", listen, f"cannot listen there: {error}") from error
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
         shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{server.server_port}"
+        self.address = f"{shown}:{self._server.server_port}"
 
     async def close(self) -> None:
         """Stop; a scrape under way is broken off."""
