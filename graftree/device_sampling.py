@@ -5,14 +5,16 @@ wait for the device in a step. The steps and their order are `graftree.sampling`
 integers are the same bits. Sums may run in another order and logarithms may differ in the last bit, so a token can
 only differ from the host's where two candidates agree in some fifteen digits.
 
-Left to the host are structured output, whose masks a grammar makes node by node, the modes that test draws, and every
-row where something must be refused: their logits are read back, as they are where log probabilities are asked for.
+A grammar says on the host what may follow each node, while the device is still at the forward; the masks of all nodes
+travel as bits in the step's one copy. Left to the host are the modes that test draws, and every row where something
+must be refused: their logits are read back, as they are where log probabilities are asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -24,10 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graftree import noise
+from graftree.errors import InvalidArgument
 from graftree.models.bundle import to_device
 
 if TYPE_CHECKING:
-    from graftree.sampling import SamplingContext, SamplingParams
+    from graftree.sampling import OutputConstraint, SamplingContext, SamplingParams
     from graftree.tree import TokenTree
 
 UNKNOWN = -1  # in place of a token: the host must look at that row
@@ -46,7 +49,7 @@ class Choice:
 
     Attributes:
         params: validated, with a seed unless they are greedy.
-        context: the committed sequence; without a constraint.
+        context: the committed sequence.
         tree: the step's.
     """
 
@@ -60,7 +63,8 @@ class Choice:
     @property
     def plain(self) -> bool:
         """Whether the most likely token is the answer everywhere."""
-        return self.params.greedy and not self.params.changes_argmax and not self.context.banned(()).size
+        free = self.context.constraint is None and not self.context.banned(()).size
+        return self.params.greedy and not self.params.changes_argmax and free
 
     def paths(self) -> list[tuple[int, ...]]:
         """Tokens behind the committed ones, at the root and at each node."""
@@ -122,8 +126,13 @@ class DeviceSampler:
         scores[:, self._count :] = -math.inf
         # Not `new_tensor`, here and below: that would be a copy that the host waits for.
         scores.index_put_((given["removed_rows"], given["removed"]), scores.new_full((), -math.inf))
+        masked = 0
         for start, choice, paths in _by_choice(part):
             own = scores[start : start + len(paths)]
+            if choice.context.constraint is not None:
+                allowed = _unpacked(given["allowed"][masked : masked + len(paths)], self._vocab)
+                own.masked_fill_(~allowed, -math.inf)
+                masked += len(paths)
             if (biases := self._biases(choice)) is not None:
                 own += biases
             if choice.params.penalised:
@@ -164,7 +173,17 @@ class DeviceSampler:
             "keys": np.array(keys, np.uint64).astype(np.int64),
             "removed_rows": np.array([row for row, _ in removed], np.int64),
             "removed": np.array([token for _, token in removed], np.int64),
+            "allowed": self._allowed(part),
         }
+
+    def _allowed(self, part: Sequence[tuple[Choice, tuple[int, ...]]]) -> NDArray[np.uint8]:
+        """(rows under a constraint, V / 8) step 1 as bits, the lowest first: which tokens may follow."""
+        packed = [np.zeros((0, -(-self._vocab // 8)), np.uint8)]
+        for _, choice, paths in _by_choice(part):
+            if choice.context.constraint is not None:
+                masks = _followers(choice.context.constraint, paths, self._vocab)
+                packed.append(np.packbits(masks, axis=1, bitorder="little"))
+        return np.concatenate(packed)
 
     def _biases(self, choice: Choice) -> Tensor | None:
         """(V,) steps 2, 3 (whole words of one token) and 5: all that does not depend on the output."""
@@ -219,6 +238,28 @@ def _removed(choice: Choice, path: tuple[int, ...]) -> Iterator[int]:
     for length, phrases in choice.params.phrases.items():
         yield from phrases.get(choice.context.tail(path, length), ())
     yield from choice.context.banned(path).tolist()
+
+
+def _followers(constraint: OutputConstraint, paths: Sequence[tuple[int, ...]], vocab_size: int) -> NDArray[np.bool_]:
+    """(n, V) which tokens may follow each path, a node's before its children's; none where the constraint refuses.
+
+    No walk comes to a node that its parent's mask leaves out, so the constraint is not asked about what is below.
+    """
+    masks = np.zeros((len(paths), vocab_size), np.bool_)
+    seen: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+    for mask, path in zip(masks, paths, strict=True):
+        seen[path] = mask
+        before = seen.get(path[:-1]) if path else None
+        if before is None or before[path[-1]]:
+            with suppress(InvalidArgument):  # the host says so, should it come there
+                mask[:] = constraint.allowed(path)
+    return masks
+
+
+def _unpacked(bits: Tensor, size: int) -> Tensor:
+    """(n, size / 8) uint8 -> (n, size) bool, the lowest bit first."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1).flatten(1)[:, :size].bool()
 
 
 def _cut(choices: Sequence[Choice], step: int) -> Iterator[tuple[int, list[tuple[Choice, tuple[int, ...]]]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from graftree import device_sampling
 from graftree.device_sampling import UNKNOWN, Choice, DeviceSampler
-from graftree.errors import GraftreeError
+from graftree.errors import GraftreeError, InvalidArgument
 from graftree.noise import gumbel, key64
 from graftree.sampling import BAN, SamplingContext, SamplingParams, choose
 from graftree.tree import TokenTree
@@ -23,7 +25,33 @@ VOCAB, COUNT = 97, 90
 CPU = torch.device("cpu")
 
 
-def random_choice(seed: int, options: dict[str, Any], *, nodes: int, min_new_tokens: int = 0) -> Choice:
+class Every:
+    """Allows what a path's hash says, about a third; refuses some paths, and what no walk comes to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]:
+        self.asked.append(tuple(path))
+        for index in range(len(path) + 1):
+            if sum(path[:index]) % 7 == 5:
+                raise InvalidArgument("structured_output", "a constraint", "one that is simple enough")
+            if index < len(path) and not self._mask(path[:index])[path[index]]:
+                raise InvalidArgument("structured_output", f"token {path[index]}", "what is allowed")
+        return self._mask(path)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The masks are of paths alone."""
+
+    @staticmethod
+    def _mask(path: Sequence[int]) -> NDArray[np.bool_]:
+        found = np.array([random.Random(f"{list(path)} {token}").random() < 0.35 for token in range(VOCAB)])
+        return found & (sum(path) % 5 != 4)  # or nothing
+
+
+def random_choice(
+    seed: int, options: dict[str, Any], *, nodes: int, min_new_tokens: int = 0, constrained: bool = False
+) -> Choice:
     """A session with some text and a tree, whose parameters are `options`."""
     rng = random.Random(seed)
     parents = tuple(rng.randrange(-1, index) for index in range(nodes))
@@ -35,6 +63,7 @@ def random_choice(seed: int, options: dict[str, Any], *, nodes: int, min_new_tok
         min_new_tokens=min_new_tokens,
         stop_token_ids=range(0, 40, 3),
         token_count=COUNT,
+        constraint=Every() if constrained else None,
     )
     return Choice(SamplingParams(**options), context, tree)
 
@@ -101,6 +130,33 @@ def test_every_option_as_on_the_host(name: str, coarse: bool) -> None:
         assert got.tolist() == on_the_host(choice, logits)
 
 
+def test_the_masks_of_a_constraint() -> None:
+    """With every option, at root and nodes, those it refuses and those that leave nothing among them: each has the
+    host's token or is left to the host, and what a parent's mask leaves out is not asked about."""
+    sampler, unknown, chosen = DeviceSampler(VOCAB, COUNT, CPU), 0, 0
+    for seed, options in enumerate(OPTIONS.values()):
+        choice = random_choice(seed, options, nodes=17, constrained=True)
+        logits = logits_of(seed, choice)
+        (got,) = sampler.pick([logits], [choice])
+        constraint = choice.context.constraint
+        assert isinstance(constraint, Every)
+        asked = constraint.asked.copy()
+        assert got.tolist() == on_the_host(choice, logits)
+        assert all(not path or Every._mask(path[:-1])[path[-1]] for path in asked)
+        unknown, chosen = unknown + int((got == UNKNOWN).sum()), chosen + int((got != UNKNOWN).sum())
+    assert unknown > 50
+    assert chosen > 50
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 97, 512])
+def test_bits_are_unpacked_as_they_were_packed(size: int) -> None:
+    """Vocabularies that fill their last byte and that do not, and no row at all."""
+    masks = np.random.default_rng(size).random((5, size)) < 0.5
+    packed = torch.from_numpy(np.packbits(masks, axis=1, bitorder="little"))
+    assert np.array_equal(device_sampling._unpacked(packed, size).numpy(), masks)
+    assert device_sampling._unpacked(packed[:0], size).shape == (0, size)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=6),
@@ -109,7 +165,10 @@ def test_every_option_as_on_the_host(name: str, coarse: bool) -> None:
 )
 def test_sessions_of_all_kinds_in_one_step(names: list[str], seed: int, rows_at_once: int) -> None:
     """Whatever shares the step, in whatever order, and however many rows are worked on at once."""
-    choices = [random_choice(seed + n, OPTIONS[name], nodes=n * 3) for n, name in enumerate(names)]
+    choices = [
+        random_choice(seed + n, OPTIONS[name], nodes=n * 3, constrained=(seed >> n) % 2 == 0)
+        for n, name in enumerate(names)
+    ]
     logits = [logits_of(seed + n, choice) for n, choice in enumerate(choices)]
     sampler = DeviceSampler(VOCAB, COUNT, CPU)
     with pytest.MonkeyPatch.context() as patch:

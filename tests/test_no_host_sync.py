@@ -20,6 +20,7 @@ from graftree.models.load import load
 from graftree.models.runner import TreeRunner
 from graftree.sampling import GREEDY, SamplingParams
 from graftree.tree import TokenTree
+from graftree.v1.common_pb2 import StructuredOutputParams
 from tests.verifier_harness import LLAMA, Client, Router, chain
 from verifier_service.engine import Engine
 
@@ -77,13 +78,13 @@ def watched() -> Iterator[tuple[Methods, Operators]]:
         yield methods, operators
 
 
-def session(*, graphs: bool, params: SamplingParams) -> Client:
+def session(*, graphs: bool, params: SamplingParams, **fields: Any) -> Client:
     """One session on an engine that samples as on a GPU, its prompt computed and its steps recorded."""
     run = TreeRunner(load(LLAMA), kv_tokens=1024, implementation="static", graph_bytes=int(graphs))
     if run.graphs is not None:
         run.graphs.record_at = 1
     client = Router(Engine(run, max_sessions=4, step_tokens=64, sample_on_device=True)).open(
-        "a", [1, 2, 3, 4], params=params
+        "a", [1, 2, 3, 4], params=params, **fields
     )
     client.generate(3)
     client.verify(tree(client))
@@ -102,6 +103,22 @@ PLAIN = {
         seed=7, repetition_penalty=1.1, presence_penalty=0.2, logit_bias={3: 1.0}, bad_words_token_ids=((1,), (5, 6))
     ),
 }
+
+
+GRAMMAR = {"structured_output": StructuredOutputParams(regex="[a-z]{3,200}"), "stop_token_ids": [257]}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_step_under_a_grammar_waits_once(name: str) -> None:
+    """So does one whose request says what its output must look like: no logits are read back."""
+    client = session(graphs=True, params=PLAIN[name], **GRAMMAR)
+    for tokens in ([97, 98, 99], [5, 6, 7]):  # what the grammar allows, and what it does not
+        client.send(chain(client.root, tokens))
+        with watched() as (methods, _):
+            client.router.engine.iterate()
+        client.router.engine.flush()
+        assert client.take().token_ids
+        assert methods.reads == 1
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "recorded"])

@@ -63,6 +63,4 @@ class Picker:
 
 
 def _can_choose(share: Share) -> bool:
-    session = share.session
-    own = session.rule is Rule.TARGET_ONLY or session.params.greedy
-    return share.step is not None and own and session.context.constraint is None
+    return share.step is not None and (share.session.rule is Rule.TARGET_ONLY or share.session.params.greedy)
