@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from graftree.models.load import load
-from graftree.models.packed import PackedLinear, can_pack, pack_linears
+from graftree.models.packed import PackedLinear, can_pack, pack_linears, padded_rows
+from graftree.models.steady import SIZES
 from tests.runner_models import FAMILIES
 
 
@@ -24,6 +27,43 @@ def test_equals_the_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
     x = torch.randn(shape)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+class Products(TorchDispatchMode):
+    """Notes how many rows oneDNN is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_linear_pointwise" in str(func):
+            self.rows.append(args[0].numel() // args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_have_few_shapes() -> None:
+    """oneDNN keeps code for every number of rows it is given: for 1 to 300 rows it is given 47 different ones, none
+    more than an eighth larger, and each row gets what nn.Linear gives."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    packed, x = PackedLinear(plain.weight, plain.bias), torch.randn(300, 8)
+    with torch.no_grad():
+        expected = plain(x)
+        with Products() as products:
+            for rows in range(1, 301):
+                torch.testing.assert_close(packed(x[:rows]), expected[:rows], rtol=1e-5, atol=1e-5)
+    assert len(products.rows) == 300
+    assert len(set(products.rows)) == 47
+    assert all(given <= 9 / 8 * rows for rows, given in enumerate(products.rows, 1) if rows >= 4)
+
+
+def test_which_numbers_of_rows_there_are() -> None:
+    """None is less than what is there, and one that is filled up stays: among them all sizes of steady steps."""
+    assert [padded_rows(rows) for rows in (0, 1, 4, 5, 16, 17, 31, 33, 65)] == [0, 4, 4, 5, 16, 18, 32, 36, 72]
+    for rows in range(2000):
+        assert rows <= padded_rows(rows) == padded_rows(padded_rows(rows))
+    assert [padded_rows(size) for size in SIZES] == list(SIZES)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2"])

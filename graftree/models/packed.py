@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 # oneDNN takes longer for one to three rows than for four: its kernels for those leave registers empty.
 _LEAST_ROWS = 4
+_EXACT_ROWS = 16  # up to here any number of rows runs as it is
 
 
 class PackedLinear(nn.Module):
@@ -34,11 +35,25 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) of the weight's dtype -> (..., out)."""
         rows = x.numel() // self.in_features
-        if not 0 < rows < _LEAST_ROWS:
+        missing = padded_rows(rows) - rows
+        if not missing:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        padded = torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, _LEAST_ROWS - rows))
+        padded = torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, missing))
         result = torch.ops.mkldnn._linear_pointwise(padded, self._packed, self._bias, "none", [], "")
         return result[:rows].view(*x.shape[:-1], self.out_features)
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows a product of so many is run with, at most an eighth more behind the first few.
+
+    For every shape that it has not seen oneDNN writes code, which takes as long as a small product, and 0.5 to 1 MB,
+    some of it for good. Steps have any number of rows, so without this a process would grow by hundreds of MB over
+    its first hours.
+    """
+    if rows <= _EXACT_ROWS:
+        return max(rows, _LEAST_ROWS) if rows else 0
+    unit = 1 << (rows - 1).bit_length() - 4  # eight sizes from one power of two to the next
+    return -(-rows // unit) * unit
 
 
 def can_pack(model: Any) -> bool:
