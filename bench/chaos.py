@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with (
         EmbeddedRedis() as redis,
         FaultProxy() as proxy,
-        stack_of(options.model, options.speculators, redis, proxy) as stack,
+        stack_of(options.model, options.speculators, redis, proxy, log_directory=options.logs) as stack,
     ):
         greedy = options.model.startswith("standin:")
         cases = undisturbed(stack.target, requests(options.cases, options.tokens, rng, greedy=greedy))
@@ -186,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table = _table(name, chaos, faults)
             print(table)
             report.details[name] = table.details()
+        report.details["faults"] = _faults(chaos)
         restart = asyncio.run(rolling(stack, maker, cases, options.clients, rng))
         _tell(report, "rolling restart", restart)
     stalls = chaos.stalls(chaos.faults)
@@ -233,6 +234,23 @@ def _table(title: str, course: Course, groups: Mapping[str, Sequence[Fault]]) ->
     return Table.of(title, columns, list(groups), row)
 
 
+def _faults(course: Course) -> list[dict[str, Any]]:
+    """Each fault, with the stalls that streams saw while it lasted, in seconds."""
+    begun = min((fault.at for fault in course.faults), default=0.0)
+    found = []
+    for fault in sorted(course.faults, key=lambda each: each.at):
+        stalls = course.stalls([fault])
+        cut = {"ways": fault.ways, "oldest": fault.oldest, "broken": fault.broken} if fault.ways else {}
+        numbers = {
+            "at": fault.at - begun,
+            "lasted": fault.over - fault.at,
+            **{f"p{q}": _quantile(stalls, q) for q in (50, 99, 100)},
+        }
+        rounded = {name: round(value, 2) for name, value in numbers.items() if not math.isnan(value)}
+        found.append({"fault": fault.name, "place": fault.place, "with": fault.with_, **cut, **rounded})
+    return found
+
+
 def _quantile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if values else math.nan
 
@@ -246,6 +264,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--real", action="store_true", help=f"{DEFAULT_MODEL}, and 3 clients")
     flags.add_argument("--speculators", nargs="*", help="drafters (default: ngram and the model itself)")
     flags.add_argument("--tokens", type=int, default=150, help="of an answer")
+    flags.add_argument("--logs", help="folder for the logs of all processes (default: none)")
     flags.add_argument("--races", type=int, default=0, help="races for one session, and nothing else")
     flags.add_argument("--cases", type=int, default=24, help="different requests")
     flags.add_argument("--seed", type=int, default=1, help="of everything that is drawn")

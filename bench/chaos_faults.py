@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -108,6 +109,11 @@ class Places:
     def _route(self, fault: Fault) -> str:
         tier: Tier = "router" if fault.victim == "redis" else fault.victim
         return route(tier, self._places[tier, fault.place])
+
+    def whole(self) -> None:
+        """Wait until two of everything serve again."""
+        with suppress(GraftreeError):  # a router may be late with its answer
+            self._stack.whole()
 
     @property
     def _redis_pid(self) -> int:
@@ -215,6 +221,7 @@ class Troublemaker:
                 self._places.start(fault.victim, fault.place)
             fault.over = time.monotonic()
             self.faults.append(fault)
+        self._places.whole()
 
 
 def _order(fault: Fault) -> int:

@@ -35,6 +35,10 @@ class ChaosStack(LocalStack):
         address = self.proxy.route(name, f"127.0.0.1:{port}")
         return super()._launch(tier, {**values, "port": port, "advertise": address})
 
+    def whole(self) -> None:
+        """Wait until every router is linked to every pod again. Raises as `start`."""
+        self._await_links()
+
 
 def route(tier: Tier, index: int) -> str:
     """Name of the way to a pod, or of a router's way to Redis."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,6 @@ class Link(ABC, Generic[M]):
         load: its last word on itself.
         tls: of the connection; None = plaintext.
         options: of the channel.
-        silent: it did not do in time what it was asked to, and has said nothing since.
         on_change: called when it becomes able or unable to take a session.
         members: wire id -> session.
     """
@@ -92,7 +92,7 @@ class Link(ABC, Generic[M]):
         self._connect_timeout = connect_timeout
         self.tls: ClientTls | None = None
         self.options = CHANNEL_OPTIONS
-        self.silent = False
+        self._rests_until = -math.inf  # event loop time
         self._queue: list[Any] = []
         self._queued = asyncio.Event()
         self._owed = 0  # credits to give back
@@ -102,6 +102,15 @@ class Link(ABC, Generic[M]):
     @property
     def draining(self) -> bool:
         return self.load.draining or self.record.draining
+
+    @property
+    def silent(self) -> bool:
+        """Whether it did not do in time what it was asked to, and has said nothing since."""
+        return self._rests_until > asyncio.get_running_loop().time()
+
+    def rest(self, seconds: float) -> None:
+        """It is silent: for so long others come first, if it does not speak before."""
+        self._rests_until = asyncio.get_running_loop().time() + seconds
 
     @property
     def sessions(self) -> int:
@@ -168,7 +177,7 @@ class Link(ABC, Generic[M]):
         error: GraftreeError = Unavailable(f"{self.record.pod_id}: link closed")
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self.silent = False
+                self._rests_until = -math.inf
                 self._take_figures(message)
                 self._dispatch(message)
                 self._owed += 1
@@ -336,6 +345,10 @@ class SpeculatorLink(Link[SpeculatorMember]):
         """As `Link.leave`."""
         self._moving.discard(wire_id)
         super().leave(wire_id)
+
+    def _failures(self, failures: Sequence[SessionFailure]) -> None:
+        self._moving.difference_update(failure.session_id for failure in failures)
+        super()._failures(failures)
 
     def join(self, member: SpeculatorMember, opening: DraftOpen) -> None:
         self.members[opening.session_id] = member

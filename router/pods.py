@@ -28,7 +28,7 @@ from router.request import ModelLimits
 
 POLL_SECONDS = 0.2
 FULL_POLL_SECONDS = 0.05
-RETRY_SECONDS = (0.05, 2.0)  # first and longest pause before a lost pod is tried again
+RETRY_SECONDS = (0.05, 0.5)  # first and longest pause before a lost pod is tried again
 LONGEST_QUARANTINE = 64  # in units of quarantine_seconds
 
 log = structlog.get_logger(__name__)
@@ -53,6 +53,7 @@ class Peer:
         self.task: asyncio.Task[None] | None = None
         self.offences = 0
         self.failures = 0
+        self.said: set[str] = set()  # events that are logged once
 
     @property
     def usable(self) -> bool:
@@ -104,7 +105,6 @@ class Pods:
         self._peers: dict[str, Peer] = {}
         self._poke = asyncio.Event()
         self._change = asyncio.Event()
-        self._refusals: set[tuple[str, str]] = set()
         self._identity = StreamHello()  # of the LLM served, as the first verifier gave it
 
     # Discovery.
@@ -223,8 +223,8 @@ class Pods:
         self._identity = hello
 
     def _say_once(self, peer: Peer, event: str, reason: str) -> None:
-        if (key := (peer.record.pod_id, event)) not in self._refusals:
-            self._refusals.add(key)
+        if event not in peer.said:
+            peer.said.add(event)
             log.warning(event, pod=peer.record.pod_id, tier=peer.record.tier, reason=reason)
 
     def _changed(self) -> None:

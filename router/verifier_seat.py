@@ -104,7 +104,7 @@ class VerifierSeat:
             async with asyncio.timeout(timeout):
                 return await self._answer
         except TimeoutError:
-            self.link.silent = True
+            self.link.rest(timeout)
             raise Unavailable(f"{self.link.record.pod_id}: no verdict within {timeout} s") from None
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # gRPC waits for this one too, a minute by default: without it a peer that is silent is lost much later.
+    ("grpc.http2.ping_timeout_ms", 5_000),
 ]
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -28,7 +30,11 @@ SHORTEST_SILENCE_SECONDS = 0.5  # servers mind pings that come oftener than ever
 def channel_options(silence_seconds: float) -> list[tuple[str, int]]:
     """CHANNEL_OPTIONS for a peer that counts as lost when it has answered no ping for so long, about."""
     half = round(max(SHORTEST_SILENCE_SECONDS, silence_seconds) * 500)
-    changed = {"grpc.keepalive_time_ms": half, "grpc.keepalive_timeout_ms": half}
+    changed = {
+        "grpc.keepalive_time_ms": half,
+        "grpc.keepalive_timeout_ms": half,
+        "grpc.http2.ping_timeout_ms": half,
+    }
     return [*((name, value) for name, value in CHANNEL_OPTIONS if name not in changed), *changed.items()]
 
 
