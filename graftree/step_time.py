@@ -1,9 +1,12 @@
 """`StepTime`: what a verify step takes, as a function of its rows, sequences and cached context.
 
     seconds = curve(rows) + per_sequence * (sequences - 1) + per_context_token * context
+              + per_row_context * rows * context / sequences
 
-The curve is piecewise linear between measured numbers of rows and never falls: a step over a tree is bound by
-reading the weights until its rows fill the arithmetic units, so it has plateaus and bends rather than one slope.
+Reading a cached token costs its step the same however many rows look at it, and looking at it costs each of them
+something; on a CPU the latter is most of what a long context costs a tree. The curve is piecewise linear between
+measured numbers of rows and never falls: a step over a tree is bound by reading the weights until its rows fill the
+arithmetic units, so it has plateaus and bends rather than one slope.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class StepTime:
             curve is linear, before the first it is constant, behind the last it goes on with the last slope.
         per_sequence: seconds for each sequence beyond the first.
         per_context_token: seconds for each cached token.
+        per_row_context: seconds for each row and each cached token that it sees: as many as a sequence has on
+            average.
 
     Raises:
         InvalidArgument: a value that breaks this.
@@ -64,6 +69,7 @@ class StepTime:
     curve: tuple[float, ...]
     per_sequence: float = 0.0
     per_context_token: float = 0.0
+    per_row_context: float = 0.0
 
     def __post_init__(self) -> None:
         steps = list(pairwise(self.rows))
@@ -73,13 +79,14 @@ class StepTime:
         rises = all(a <= b for a, b in pairwise(self.curve))
         finite = all(map(math.isfinite, self.curve))
         _check("seconds", self.curve, self.curve[0] > 0 and finite and rises, "positive and never falling")
-        for name in ("per_sequence", "per_context_token"):
+        for name in ("per_sequence", "per_context_token", "per_row_context"):
             value = getattr(self, name)
             _check(f"seconds_{name}", value, math.isfinite(value) and value >= 0, "at least 0")
 
     def seconds(self, rows: int, sequences: int = 1, context: int = 0) -> float:
         """Predicted time of a step of `rows` packed rows over `sequences` sequences with `context` cached tokens."""
-        return self._at(rows) + self.per_sequence * max(0, sequences - 1) + self.per_context_token * context
+        for_context = self.per_context_token + self.per_row_context * rows / max(1, sequences)
+        return self._at(rows) + self.per_sequence * max(0, sequences - 1) + for_context * context
 
     @classmethod
     def flat(cls, seconds: float) -> StepTime:
@@ -106,13 +113,12 @@ class StepTime:
         for left, right in pairwise(places):
             ramp = np.maximum((rows - left) / (right - left), 0)
             columns.append(ramp if right == places[-1] else np.minimum(ramp, 1))
-        for term in ([max(0, sample.sequences - 1) for sample in samples], [sample.context for sample in samples]):
-            # What is the same in all samples tells nothing apart: it belongs to the curve.
-            columns.append(np.array(term, float) if len(set(term)) > 1 else np.zeros(len(samples)))
+        columns += _other_terms(samples)
         found = _non_negative(np.stack(columns, axis=1) / times[:, None], np.ones(len(samples)))
         heights = np.cumsum(found[: len(places)])
         floor = float(times.min()) * 1e-3  # everything may have been explained by the other terms
-        return cls(tuple(places), tuple(max(float(h), floor) for h in heights), float(found[-2]), float(found[-1]))
+        curve = tuple(max(float(height), floor) for height in heights)
+        return cls(tuple(places), curve, *(float(value) for value in found[len(places) :]))
 
     def scaled(self, factors: Sequence[tuple[int, float]]) -> StepTime:
         """The whole model times a factor that depends on the rows.
@@ -133,6 +139,7 @@ class StepTime:
             curve=tuple(float(height) for height in np.maximum.accumulate(heights)),
             per_sequence=self.per_sequence * mean,
             per_context_token=self.per_context_token * mean,
+            per_row_context=self.per_row_context * mean,
         )
 
     def to_proto(self) -> verification_pb2.StepTime:
@@ -143,6 +150,7 @@ class StepTime:
             seconds=self.curve,
             seconds_per_sequence=self.per_sequence,
             seconds_per_context_token=self.per_context_token,
+            seconds_per_row_context=self.per_row_context,
         )
 
     @classmethod
@@ -153,6 +161,7 @@ class StepTime:
             tuple(message.seconds),
             message.seconds_per_sequence,
             message.seconds_per_context_token,
+            message.seconds_per_row_context,
         )
 
     def _at(self, rows: int) -> float:
@@ -163,6 +172,18 @@ class StepTime:
         index = min(index, len(places) - 1)
         share = (rows - places[index - 1]) / (places[index] - places[index - 1])
         return curve[index - 1] + share * (curve[index] - curve[index - 1])
+
+
+def _other_terms(samples: Sequence[Sample]) -> list[npt.NDArray[np.float64]]:
+    """(samples,) columns of the terms beside the curve; nothing where the samples cannot tell one from another."""
+    sequences = np.array([max(1, sample.sequences) for sample in samples], float)
+    context = np.array([sample.context for sample in samples], float)
+    seen = context / sequences
+    rows = np.array([sample.rows for sample in samples], float)
+    longer = rows[seen > seen.min()]
+    known = (len(set(sequences)) > 1, len(set(context)) > 1, len(set(longer)) > 1)
+    terms = (sequences - 1, context, rows * seen)
+    return [term if tells else np.zeros(len(samples)) for term, tells in zip(terms, known, strict=True)]
 
 
 def _thin(places: list[int]) -> list[int]:

@@ -33,7 +33,7 @@ def samples(curve: str, noise: float = 0.0) -> list[Sample]:
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_fit_finds_the_curve_it_was_measured_on(curve: str) -> None:
-    """Exact samples of a synthetic machine are given back within a thousandth, all three terms apart."""
+    """Exact samples of a synthetic machine are given back within a thousandth, the terms apart."""
     model = StepTime.fit(samples(curve))
     for sample in samples(curve):
         assert model.seconds(*sample[:3]) == pytest.approx(sample.seconds, rel=1e-3)
@@ -54,6 +54,29 @@ def test_shapes_that_were_not_measured_are_predicted_within_a_few_percent(curve:
     ]
     assert np.mean(errors) < 0.04
     assert max(errors) < 0.15
+
+
+def test_what_a_context_costs_each_row_is_told_from_what_it_costs_a_step() -> None:
+    """From one row and sixteen behind a long context, all other terms beside it: right at shapes that were not
+    measured, for any number of rows, sequences and cached tokens."""
+    truth = StepTime((1, 8, 64), (0.02, 0.02, 0.08), 0.0003, 6e-6, 7e-7)
+    shapes = [(rows, 1, 64) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    shapes += [(4, 4, 256), (16, 16, 1024), (1, 1, 1024), (16, 1, 1024)]
+    model = StepTime.fit([Sample(*shape, truth.seconds(*shape)) for shape in shapes])
+    for shape in ((1, 1, 2000), (8, 1, 500), (50, 1, 2000), (48, 8, 4000), (64, 4, 800)):
+        assert model.seconds(*shape) == pytest.approx(truth.seconds(*shape), rel=0.02)
+
+
+def test_terms_that_the_samples_cannot_tell_apart_are_nothing() -> None:
+    """Steps of one sequence and one context give the curve alone; a long context behind one number of rows says
+    nothing of what more rows would cost there."""
+    plain = StepTime.fit([Sample(rows, 1, 64, 0.02 + rows * 1e-3) for rows in (1, 8, 64)])
+    assert (plain.per_sequence, plain.per_context_token, plain.per_row_context) == (0, 0, 0)
+    longer = StepTime.fit(
+        [*(Sample(rows, 1, 64, 0.02 + rows * 1e-3) for rows in (1, 8, 64)), Sample(1, 1, 999, 0.04)]
+    )
+    assert (longer.per_sequence, longer.per_row_context) == (0, 0)
+    assert longer.per_context_token > 1e-5
 
 
 def test_more_rows_never_cost_less() -> None:
@@ -86,7 +109,7 @@ def test_many_numbers_of_rows_are_thinned() -> None:
 
 def test_scaling_changes_what_was_observed_and_keeps_the_order() -> None:
     """Factors apply at their rows, are interpolated in between, and never make the curve fall."""
-    model = StepTime((1, 8, 64), (0.01, 0.01, 0.03), 0.001, 1e-6)
+    model = StepTime((1, 8, 64), (0.01, 0.01, 0.03), 0.001, 1e-6, 1e-7)
     doubled = model.scaled([(1, 2.0)])
     assert doubled.seconds(30, 4, 100) == pytest.approx(2 * model.seconds(30, 4, 100))
     bent = model.scaled([(1, 1.0), (8, 3.0), (64, 0.5)])
@@ -100,6 +123,8 @@ def test_wire_roundtrip() -> None:
     model = StepTime.fit(samples("bend"))
     wire = verification_pb2.StepTime.FromString(model.to_proto().SerializeToString())
     assert StepTime.from_proto(wire) == model
+    whole = StepTime((1, 8), (0.01, 0.02), 0.001, 1e-6, 1e-7)
+    assert StepTime.from_proto(whole.to_proto()) == whole
 
 
 @pytest.mark.parametrize(
@@ -115,6 +140,7 @@ def test_wire_roundtrip() -> None:
         ({"rows": [1], "seconds": [math.nan]}, "seconds"),
         ({"rows": [1], "seconds": [1.0], "seconds_per_sequence": -1.0}, "seconds_per_sequence"),
         ({"rows": [1], "seconds": [1.0], "seconds_per_context_token": math.inf}, "seconds_per_context_token"),
+        ({"rows": [1], "seconds": [1.0], "seconds_per_row_context": math.nan}, "seconds_per_row_context"),
     ],
 )
 def test_figures_that_cannot_be_right_are_refused(fields: dict[str, object], named: str) -> None:

@@ -101,16 +101,18 @@ class VerifyResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.StreamHello, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_common_pb2.SessionFailure, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.PodLoad, _Mapping]] = ..., step_time: _Optional[_Union[StepTime, _Mapping]] = ...) -> None: ...
 
 class StepTime(_message.Message):
-    __slots__ = ("rows", "seconds", "seconds_per_sequence", "seconds_per_context_token")
+    __slots__ = ("rows", "seconds", "seconds_per_sequence", "seconds_per_context_token", "seconds_per_row_context")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_CONTEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_ROW_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     seconds: _containers.RepeatedScalarFieldContainer[float]
     seconds_per_sequence: float
     seconds_per_context_token: float
-    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., seconds_per_sequence: _Optional[float] = ..., seconds_per_context_token: _Optional[float] = ...) -> None: ...
+    seconds_per_row_context: float
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., seconds_per_sequence: _Optional[float] = ..., seconds_per_context_token: _Optional[float] = ..., seconds_per_row_context: _Optional[float] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("session_id", "step", "token_ids", "accepted_nodes", "log_probs", "timings", "batch_sessions", "stale", "tree_error")
