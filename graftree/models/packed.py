@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 # oneDNN takes longer for one to three rows than for four: its kernels for those leave registers empty.
 _LEAST_ROWS = 4
-_EXACT_ROWS = 16  # up to here any number of rows runs as it is
+_EXACT_ROWS = 32  # up to here any number of rows runs as it is
 
 
 class PackedLinear(nn.Module):
@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows a product of so many is run with, at most an eighth more behind the first few.
+    """How many rows a product of so many is run with, at most a sixteenth more behind the first few.
 
     For every shape that it has not seen oneDNN writes code, which takes as long as a small product, and 0.5 to 1 MB,
     some of it for good. Steps have any number of rows, so without this a process would grow by hundreds of MB over
@@ -52,7 +52,7 @@ def padded_rows(rows: int) -> int:
     """
     if rows <= _EXACT_ROWS:
         return max(rows, _LEAST_ROWS) if rows else 0
-    unit = 1 << (rows - 1).bit_length() - 4  # eight sizes from one power of two to the next
+    unit = 1 << (rows - 1).bit_length() - 5  # sixteen sizes from one power of two to the next
     return -(-rows // unit) * unit
 
 
