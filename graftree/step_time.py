@@ -97,6 +97,9 @@ class StepTime:
     def fit(cls, samples: Sequence[Sample], *, knots: Sequence[int] | None = None) -> StepTime:
         """Least relative squares under the constraints that nothing is negative and the curve never falls.
 
+        What is still more than the same rows would take in several steps of fewer was no measurement of the step: the
+        machine was away. The curve is lowered there.
+
         Args:
             samples: at least one; seconds above 0.
             knots: where the curve may bend; None = the samples' own numbers of rows, at most `MAX_KNOTS` of them.
@@ -115,9 +118,9 @@ class StepTime:
             columns.append(ramp if right == places[-1] else np.minimum(ramp, 1))
         columns += _other_terms(samples)
         found = _non_negative(np.stack(columns, axis=1) / times[:, None], np.ones(len(samples)))
-        heights = np.cumsum(found[: len(places)])
         floor = float(times.min()) * 1e-3  # everything may have been explained by the other terms
-        curve = tuple(max(float(height), floor) for height in heights)
+        heights = [max(float(height), floor) for height in np.cumsum(found[: len(places)])]
+        curve = tuple(_in_parts(places, heights))
         return cls(tuple(places), curve, *(float(value) for value in found[len(places) :]))
 
     def scaled(self, factors: Sequence[tuple[int, float]]) -> StepTime:
@@ -184,6 +187,15 @@ def _other_terms(samples: Sequence[Sample]) -> list[npt.NDArray[np.float64]]:
     known = (len(set(sequences)) > 1, len(set(context)) > 1, len(set(longer)) > 1)
     terms = (sequences - 1, context, rows * seen)
     return [term if tells else np.zeros(len(samples)) for term, tells in zip(terms, known, strict=True)]
+
+
+def _in_parts(rows: Sequence[int], heights: Sequence[float]) -> list[float]:
+    """A curve at `rows`, lowered to what each number of rows takes in steps of a smaller one."""
+    lowered = list[float]()
+    for count, height in zip(rows, heights, strict=True):
+        parts = (-(-count // fewer) * below for fewer, below in zip(rows, lowered, strict=False))
+        lowered.append(min((height, *parts)))
+    return lowered
 
 
 def _thin(places: list[int]) -> list[int]:

@@ -92,6 +92,17 @@ def test_more_rows_never_cost_less() -> None:
         assert predicted[0] > 0
 
 
+def test_a_step_that_the_machine_was_away_from_bends_nothing() -> None:
+    """Half a minute for four rows, a millisecond for one: no number of rows is said to take longer than row by row,
+    while a staircase of as much as that is left alone."""
+    model = StepTime.fit([Sample(1, 1, 0, 0.001), Sample(2, 1, 0, 0.001), Sample(4, 1, 0, 30.0)])
+    for rows in (1, 2, 4, 64, 500):
+        assert model.seconds(rows) <= 0.0011 * rows
+    stairs = [Sample(rows, 1, 0, 0.01 * math.ceil(rows / 16)) for rows in (1, 16, 17, 32, 33)]
+    for sample in stairs:
+        assert StepTime.fit(stairs).seconds(sample.rows) == pytest.approx(sample.seconds, rel=1e-3)
+
+
 def test_one_sample_is_enough() -> None:
     """A single step makes a flat model; so does `flat`."""
     model = StepTime.fit([Sample(5, 1, 0, 0.02)])

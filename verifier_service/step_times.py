@@ -21,11 +21,13 @@ CHANGE = 0.1  # routers are told when a step's time is off by more than this sha
 Shape: TypeAlias = tuple[int, int, int]
 
 _ROUNDS = 3
-# (rows of each sequence, sequences, cached tokens of each): the curve over rows first, then the other two terms.
+# (rows of each sequence, sequences, cached tokens of each). Time may be short: the whole range comes first, then the
+# other terms, then the curve's bends.
 _SHAPES: tuple[Shape, ...] = (
-    *((rows, 1, 64) for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)),
-    *((1, sequences, 64) for sequences in (4, 16)),
+    *((rows, 1, 64) for rows in (1, 16, 64, 4)),
     *((rows, 1, 1024) for rows in (1, 16)),
+    *((1, sequences, 64) for sequences in (4, 16)),
+    *((rows, 1, 64) for rows in (32, 8, 128, 12, 24, 2, 48)),
 )
 
 # The load of the machine changes within seconds; what a number of rows costs compared with others hardly does.
