@@ -23,7 +23,7 @@ from typing import Any
 from redis import Redis
 
 from bench.report import Report, parser
-from bench.soak_lab import COLUMNS, Lab
+from bench.soak_lab import COLUMNS, SERVERS, Lab
 from bench.soak_load import Mix
 from bench.tables import Table
 from bench.vitals import free_port
@@ -65,6 +65,7 @@ async def run(options: argparse.Namespace, lab: Lab, targets: Sequence[str], rep
         name: [round(each, 1) for each in course.memory[::10]] for name, course in courses.items()
     }
     report.details["requests"] = dict(mix.counts)
+    report.details["slow_starts"] = lab.slow_starts[:20]
     report.details["unexpected"], report.details["left_behind"] = mix.unexpected[:20], left
     report.details["keys_before"], report.details["keys_after"] = before.keys, lab.rest().keys
     report.add("minutes", took / 60)
@@ -73,6 +74,7 @@ async def run(options: argparse.Namespace, lab: Lab, targets: Sequence[str], rep
     report.add("tokens delivered", round(tokens))
     report.add("verifier in forwards", busy / took, "of time")
     report.add("speculators replaced", turns)
+    report.add("of these not linked in time", len(lab.slow_starts))
     report.add("unexpected outcomes", len(mix.unexpected), "", "0", not mix.unexpected)
     for name, course in courses.items():
         memory, files = course.slopes()
@@ -130,9 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("soak: what load leaves behind")
     with ExitStack() as open_:
         redis, kv = (open_.enter_context(EmbeddedRedis()) for _ in range(2))
-        servers = {"redis": Redis.from_url(redis.url), "KV redis": Redis.from_url(kv.url)}
-        servers["KV redis"].config_set("maxmemory", KV_REDIS_BYTES)
-        servers["KV redis"].config_set("maxmemory-policy", "allkeys-lru")
+        servers = {name: Redis.from_url(each.url) for name, each in zip(SERVERS, (redis, kv), strict=True)}
+        cache = servers[SERVERS[1]]
+        cache.config_set("maxmemory", KV_REDIS_BYTES)
+        cache.config_set("maxmemory-policy", "allkeys-lru")
         away = {"kv_redis": kv.url, "kv_ttl_seconds": KEEP_SECONDS}
         try:
             stack = open_.enter_context(
@@ -141,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     [{"drafter": drafter} | metrics() for drafter in drafters(options.model)],
                     redis=redis.url,
                     threads=1,
+                    start_seconds=600.0,
                     router_options=metrics() | {"replay_seconds": KEEP_SECONDS / 2, "resume_seconds": KEEP_SECONDS},
                     verifier_options=metrics() | away | {"step_time_seconds": 0, "kv_tokens": KV_TOKENS},
                     speculator_options={"kv_tokens": KV_TOKENS},

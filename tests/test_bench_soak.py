@@ -41,15 +41,23 @@ async def test_a_mixed_load_goes_as_it_should(model: str, kinds: set[str], monke
 
 
 def test_what_is_left_behind() -> None:
-    """Only more than before counts; a few descriptors are spared."""
-    before = Rest({"sessions in Redis": 2}, 0.0, {"verifier 0": 0.0}, {"router 0": 20})
-    assert Rest({"sessions in Redis": 1}, 0.0, {"verifier 0": 0.0}, {"router 0": 22}).left_behind(before) == {}
-    left = Rest({"sessions in Redis": 3}, 1.0, {"verifier 0": 0.25}, {"router 0": 24}).left_behind(before)
+    """Only more than before counts; a few descriptors are spared, and pooled connections."""
+    before = Rest({"sessions in Redis": 2}, 0.0, {"verifier 0": 0.0}, {"router 0": 20, "verifier 0": 16})
+    assert (
+        Rest({"sessions in Redis": 1}, 0.0, {"verifier 0": 0.0}, {"router 0": 30, "verifier 0": 18}).left_behind(
+            before
+        )
+        == {}
+    )
+    left = Rest({"sessions in Redis": 3}, 1.0, {"verifier 0": 0.25}, {"router 0": 31, "verifier 0": 20}).left_behind(
+        before
+    )
     assert left == {
         "sessions in Redis": 1.0,
         "requests under way": 1.0,
         "KV blocks of verifier 0": 0.25,
-        "descriptors of router 0": 2.0,
+        "descriptors of router 0": 1.0,
+        "descriptors of verifier 0": 2.0,
     }
 
 
