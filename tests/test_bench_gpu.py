@@ -44,6 +44,7 @@ def test_the_model_bench_and_what_it_imports(tmp_path: Path) -> None:
     assert figures["recorded steps"]["value"] >= 8
     assert {"torch", "device", "python"} <= content["details"]["machine"].keys()
     assert content["details"]["notes"] == {}
+    assert content["details"]["cells"] == {"measured": 8, "of": 8}
 
 
 def written(path: Path, *, error: float = 1e-9, ratio: float = 1.0) -> Path:
