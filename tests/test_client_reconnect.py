@@ -113,12 +113,23 @@ def test_lost_after_any_event(count: int) -> None:
         assert not first.resume_after
         have = [0, 0, 1, 2, 4, 7][count]
         assert list(second.resume_after) == [have]
-        assert second.HasField("recollection") == (count > 0)
-        if count:
-            assert second.recollection == pb.Recollection(seed=5, samples=[pb.TokenIds(ids=TOKENS[:have])])
+        seed = 5 if count else 0  # as the router said, if it did
+        assert second.recollection == pb.Recollection(seed=seed, samples=[pb.TokenIds(ids=TOKENS[:have])])
         second.ClearField("resume_after")
         second.ClearField("recollection")
         assert first == second
+
+
+def test_lost_before_the_seed_is_known() -> None:
+    """Where the answer depends on a seed that the router was to draw, nothing can be said of it; each router is asked
+    to go on, then each to begin."""
+    gone = says(Unavailable("Redis"))
+    with Turns(gone, gone, whole) as one, Turns(gone, whole) as other:
+        with Client([one.target, other.target], reconnect=QUICK, rng=Random(1)) as client:
+            check(client.generate("p", temperature=1.0))
+        asked = [request for each in (one, other) for request in each.requests]
+        assert not any(request.HasField("recollection") for request in asked)
+        assert sorted(len(request.resume_after) for request in asked) == [0, 0, 1, 1]
 
 
 async def test_asyncio_too() -> None:

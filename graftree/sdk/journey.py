@@ -21,7 +21,7 @@ from graftree.errors import (
 from graftree.rpc.status import DETAILS_KEY, from_rpc
 from graftree.sdk.answer import Answer
 from graftree.sdk.reconnect import Reconnect
-from graftree.v1.generation_pb2 import GenerateRequest
+from graftree.v1.generation_pb2 import GenerateRequest, Recollection, TokenIds
 
 # Of what gRPC itself says where a call never reached anybody.
 _NEVER_SENT = ("failed to connect", "dns resolution failed", "name resolution failed")
@@ -159,14 +159,19 @@ class Journey:
             self.request.sampling.seed = answer.started.seed
 
     def _ask_for_rest(self, answer: Answer) -> None:
-        counts = answer.token_counts
-        if answer.started is None:
-            # It may or may not have been begun; while Redis is away nobody can tell, but one can begin.
-            counts = [0] * max(1, self.request.n) if self.failures % 2 else []
+        counts, recollection = answer.token_counts, self.request.recollection
+        if answer.started is not None:
+            answer.remember(recollection)
+        elif not self.sampled or self.request.sampling.HasField("seed"):
+            # It may or may not have been begun; the tokens are the same.
+            counts = [0] * max(1, self.request.n)
+            recollection.CopyFrom(_nothing(self.request))
+        else:
+            # While Redis is away nobody can tell, but one can begin: every router is asked for both.
+            resumes = (self.failures - 1) // self._targets % 2 == 0
+            counts = [0] * max(1, self.request.n) if resumes else []
         self.request.resume_after[:] = counts
         answer.resume(counts)
-        if answer.started is not None:
-            answer.remember(self.request.recollection)
 
     def _pause(self, error: GraftreeError) -> float:
         assert self._policy is not None, "checked by the caller"
@@ -175,6 +180,10 @@ class Journey:
         if isinstance(error, ResourceExhausted):
             pause = min(self._policy.longest_pause, max(pause, error.retry_after_s))
         return pause * self._rng.uniform(0.5, 1.0)
+
+
+def _nothing(request: GenerateRequest) -> Recollection:
+    return Recollection(seed=request.sampling.seed, samples=[TokenIds() for _ in range(max(1, request.n))])
 
 
 def _is_unknown(error: GraftreeError, request: GenerateRequest) -> bool:
