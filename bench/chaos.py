@@ -108,6 +108,7 @@ def stack_of(
         routers=pods,
         verifiers=pods,
         threads=1,
+        start_seconds=600,
         redis=redis.url,
         redis_socket=redis.url.removeprefix("unix://"),
         proxy=proxy,
