@@ -38,6 +38,15 @@ def descriptors(pid: int) -> int:
         return 0
 
 
+def spent(pid: int) -> float:
+    """Seconds of processor time that a process has had; 0 = it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

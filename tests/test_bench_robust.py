@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 
 from bench.autoscale import CAPACITY
 from bench.elastic import VOCAB, Lab, Streams, judge, spoken
-from bench.overload import Answer, Demand, Level, burst, offer
+from bench.overload import Level, idle_server, refused_within
+from bench.overload_load import Answer, Demand, burst, offer, probe
 from bench.report import Report
 from bench.vitals import descriptors, resident
 from graftree.local_stack import LocalStack
@@ -58,15 +62,38 @@ def test_goodput_counts_what_is_complete_in_time() -> None:
 def test_ten_times_the_capacity(stack: LocalStack) -> None:
     """Whoever is let in is answered or late, the others are refused with a time to come again; in a burst likewise.
     Nobody is told CANCELLED."""
-    level = asyncio.run(offer(stack.target, DEMAND, 10 * DEMAND.capacity, 2.0, Random(0)))
+    level = Level(10 * DEMAND.capacity, 0.0, time.monotonic() + 2 + DEMAND.deadline)
+    level.answers = asyncio.run(offer([stack.target], DEMAND, level.rate, level.until, Random(0)))
     assert {answer.tokens for answer in level.answers if not answer.error} <= {DEMAND.tokens}
     assert set(level.errors) <= {"ResourceExhausted", "DeadlineExceeded"}
     assert len(level.refusals) > len(level.answers) / 2
-    answers = asyncio.run(burst(stack.target, 200, Random(1)))
+    answers = asyncio.run(burst([stack.target], 200, Random(1)))
     assert {answer.error for answer in answers} == {"", "ResourceExhausted"}
     refused = [answer for answer in (*level.refusals, *answers) if answer.error]
     assert min(answer.retry_after for answer in refused) > 0
     assert metrics(stack).refused > 0
+
+
+async def test_the_probe(stack: LocalStack) -> None:
+    """While others run it is refused with a time to come again; its other calls are answered by the router and by a
+    server that does nothing else."""
+    until = time.monotonic() + 2.5
+    with idle_server() as idle:
+        load = asyncio.create_task(offer([stack.target], DEMAND, 5 * DEMAND.capacity, until, Random(3)))
+        await asyncio.sleep(1.0)
+        seen = await probe(stack.target, idle, DEMAND, until, Random(4))
+        await load
+    assert min(len(seen.seconds[name]) for name in ("empty", "idle")) > 0
+    assert len(seen.seconds["refused"]) + seen.let_in > 0
+    assert seen.bare == 0
+
+
+def test_the_routers_own_time_is_read_from_its_audit_log(tmp_path: Path) -> None:
+    """Of refusals, of no others; without a log there is none."""
+    lines = [{"code": "RESOURCE_EXHAUSTED", "seconds": 0.25}, {"code": "OK", "seconds": 9.0}]
+    (tmp_path / "log").write_text("\n".join(map(json.dumps, lines)))
+    assert refused_within(tmp_path / "log") == [0.25]
+    assert refused_within(tmp_path / "none") == []
 
 
 async def test_pods_that_come_and_go(stack: LocalStack) -> None:

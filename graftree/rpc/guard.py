@@ -8,6 +8,7 @@ yet make much work, two bytes an entry: there is a limit on those, too.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -154,7 +155,9 @@ async def _refuse(error: Exception, context: Any, method: str) -> None:
     """End the call; what has ended it already goes on."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if context.done():  # the caller has left
+    if isinstance(error, grpc.aio.InternalError):  # a write or read failed: the caller has left
+        raise asyncio.CancelledError from error
+    if context.done():
         log.debug("a call failed behind its end", method=method, exc_info=error)
     elif isinstance(error, GraftreeError):
         await abort(context, error)
