@@ -101,18 +101,22 @@ class Run:
             self.notes[str(cell)] = f"no CUDA graph, Python's time may show: {', '.join(eager)}"
 
     def all_cells(self, cells: Sequence[Cell], path: str | None) -> None:
-        """Time them; the file is up to date after each, whenever the run is ended."""
+        """Time them; the file is up to date before and after each, whenever the run is ended."""
+        self._keep(len(cells), path)
         for cell in cells:
             self.cell(cell)
             if cell in self.times:
                 self._figures(cell)
-            self.out.details["cells"] = {"measured": len(self.times), "of": len(cells)}
-            self.out.details["notes"] = self.notes
-            self.out.details["tables"] = [each.details() for each in self.tables()]
-            if path:
-                self.out.write(path)
+            self._keep(len(cells), path)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _keep(self, count: int, path: str | None) -> None:
+        self.out.details["cells"] = {"measured": len(self.times), "of": count}
+        self.out.details["notes"] = self.notes
+        self.out.details["tables"] = [each.details() for each in self.tables()]
+        if path:
+            self.out.write(path)
 
     def _figures(self, cell: Cell) -> None:
         """One figure per question."""

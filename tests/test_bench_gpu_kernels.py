@@ -43,6 +43,7 @@ def test_a_run_that_is_ended_leaves_the_cells_before(tmp_path: Path, monkeypatch
     cells = [Cell(1, 40, 1), Cell(1, 40, 8), Cell(2, 40, 8)]
 
     def cell(run: Run, each: Cell) -> None:
+        assert json.loads(path.read_text())["details"]["cells"]["measured"] == cells.index(each)
         if each == cells[2]:
             raise KeyboardInterrupt
         run.times[each] = {"triton": 2e-6, "SDPA": 4e-6}
