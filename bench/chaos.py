@@ -12,7 +12,7 @@ its place. Last, every pod in turn is drained and replaced (a rolling restart). 
 one: no token lost, repeated or changed, and no request failed.
 
 A stall is the longest time without a chunk that one stream saw while a fault lasted: from its moment until all was
-there again, replacements included.
+there again, replacements included. Now and then nothing happens for as long: what streams see then is the machine's.
 
 With --races two routers race for the ownership of one session so many times, and nothing else is done.
 """
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from bench import chaos_races
-from bench.chaos_faults import TIERS, Fault, How, Places, Troublemaker, Victim
+from bench.chaos_faults import NOTHING, TIERS, Fault, How, Places, Troublemaker, Victim
 from bench.chaos_history import History
 from bench.chaos_load import Case, Load, Stream, requests, undisturbed
 from bench.chaos_proxy import FaultProxy
@@ -59,6 +59,7 @@ KINDS: tuple[tuple[Victim, How], ...] = (
     ("redis", "cut"),
     ("router", "drain"),
     ("verifier", "drain"),
+    NOTHING,
 )
 # A pod that stands still is given up within the time in which one that died is replaced.
 ROUTER = {
@@ -87,6 +88,11 @@ class Course:
     def changed(self) -> int:
         """Answers that are not the undisturbed ones."""
         return sum(not stream.exact and not stream.error for stream in self.streams)
+
+    @property
+    def troubles(self) -> list[Fault]:
+        """The faults that were more than time."""
+        return [fault for fault in self.faults if (fault.victim, fault.how) != NOTHING]
 
     def stalls(self, faults: Sequence[Fault]) -> list[float]:
         """Seconds, of every stream that ran during each of these."""
@@ -190,17 +196,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.details["faults"] = _faults(chaos)
         restart = asyncio.run(rolling(stack, maker, cases, options.clients, rng))
         _tell(report, "rolling restart", restart)
-    stalls = chaos.stalls(chaos.faults)
+    stalls = chaos.stalls(chaos.troubles)
+    calm = chaos.stalls([fault for fault in chaos.faults if fault not in chaos.troubles])
     p50, p99 = _quantile(stalls, 50), _quantile(stalls, 99)
     report.add("stall p50", p50, "s")
     report.add("stall p99", p99, "s", "< 2 with two of each", p99 < 2.0)
+    report.add("longest gap while nothing happens, p50", _quantile(calm, 50), "s")
+    report.add("longest gap while nothing happens, p99", _quantile(calm, 99), "s")
     report.details["errors"] = sorted(set(chaos.failed + restart.failed))
     return report.finish(options.json)
 
 
 def _tell(report: Report, name: str, course: Course) -> None:
     tokens = sum(stream.tokens for stream in course.streams)
-    report.add(f"{name}: faults", len(course.faults))
+    report.add(f"{name}: faults", len(course.troubles))
     report.add(f"{name}: answers", len(course.streams))
     report.add(f"{name}: tokens", tokens)
     report.add(f"{name}: reconnects", sum(stream.reconnects for stream in course.streams))

@@ -19,8 +19,9 @@ from graftree.local.pod import Tier
 from graftree.store.embedded import EmbeddedRedis
 
 TIERS: tuple[Tier, ...] = ("speculator", "verifier", "router")  # in the order of a rolling restart
-Victim = Literal["router", "verifier", "speculator", "redis"]
-How = Literal["kill", "pause", "cut", "drain"]
+Victim = Literal["router", "verifier", "speculator", "redis", "nobody"]
+How = Literal["kill", "pause", "cut", "drain", "spare"]
+NOTHING: tuple[Victim, How] = ("nobody", "spare")  # as long as a pause: what streams see of the machine's other load
 
 SETTLE_SECONDS = 0.3  # between one trouble's end and the next
 PAUSE_FACTOR = 4.0  # a pause is longer than an absence: long enough to be noticed, or not
@@ -69,7 +70,7 @@ class Places:
             for index in range(len(stack.pods(tier))):
                 self._places[tier, index] = index
 
-    def count(self, tier: Tier) -> int:
+    def count(self, tier: Victim) -> int:
         """Places of a tier."""
         return sum(each == tier for each, _ in self._places)
 
@@ -107,7 +108,7 @@ class Places:
         self._stack.proxy.mend(self._route(fault), broken=fault.broken)
 
     def _route(self, fault: Fault) -> str:
-        tier: Tier = "router" if fault.victim == "redis" else fault.victim
+        tier: Tier = "router" if fault.victim == "redis" else fault.victim  # type: ignore[assignment]
         return route(tier, self._places[tier, fault.place])
 
     def whole(self) -> None:
@@ -170,7 +171,7 @@ class Troublemaker:
         while not (stop.is_set() or enough()):
             turn = turn or self._rng.sample(self._kinds, len(self._kinds))
             chosen = [turn.pop()]
-            if turn and self._rng.random() < TWO_AT_ONCE and turn[-1][0] != chosen[0][0]:
+            if turn and self._rng.random() < TWO_AT_ONCE and _go_together(chosen[0], turn[-1]):
                 chosen.append(turn.pop())
             self._do([self._drawn(victim, how) for victim, how in chosen])
             stop.wait(SETTLE_SECONDS * self._rng.uniform(0.5, 2))
@@ -188,7 +189,8 @@ class Troublemaker:
     def _drawn(self, victim: Victim, how: How) -> Fault:
         rng = self._rng
         if how != "cut":
-            return Fault(victim, how, 0 if victim == "redis" else rng.randrange(self._places.count(victim)))
+            places = 1 if victim in ("redis", "nobody") else self._places.count(victim)
+            return Fault(victim, how, rng.randrange(places))
         return Fault(
             victim,
             how,
@@ -208,20 +210,25 @@ class Troublemaker:
                 self._places.pause(fault.victim, fault.place)
             elif fault.how == "cut":
                 self._places.cut(fault)
-            else:
+            elif fault.how == "drain":
                 self._places.drain(fault.victim, fault.place)  # type: ignore[arg-type]
-        longer = PAUSE_FACTOR if any(fault.how in ("pause", "cut") for fault in faults) else 1.0
+        longer = PAUSE_FACTOR if any(fault.how in ("pause", "cut", "spare") for fault in faults) else 1.0
         time.sleep(longer * self._rng.uniform(*self._down))
         for fault in sorted(faults, key=_order):
             if fault.how == "pause":
                 self._places.resume(fault.victim, fault.place)
             elif fault.how == "cut":
                 self._places.mend(fault)
-            else:
+            elif fault.how != "spare":
                 self._places.start(fault.victim, fault.place)
             fault.over = time.monotonic()
             self.faults.append(fault)
         self._places.whole()
+
+
+def _go_together(one: tuple[Victim, How], other: tuple[Victim, How]) -> bool:
+    """Whether one of each tier is left, and something happens."""
+    return one[0] != other[0] and NOTHING not in (one, other)
 
 
 def _order(fault: Fault) -> int:

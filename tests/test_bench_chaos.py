@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
 
-from bench.chaos import _groups
-from bench.chaos_faults import Fault
+from bench.chaos import Course, _groups
+from bench.chaos_faults import NOTHING, Fault, Troublemaker
+from bench.chaos_history import History
 from bench.chaos_load import Stream
 from bench.chaos_proxy import WAYS, FaultProxy, Way
 from bench.chaos_races import Races, race
@@ -154,3 +156,19 @@ async def test_races() -> None:
 def test_a_double_commit_is_counted() -> None:
     """One position that was acknowledged to two."""
     assert Races(told=[("s", 0, 1), ("s", 1, 2), ("s", 1, 3), ("t", 1, 3)]).double == 1
+
+
+def test_nothing_happens_now_and_then() -> None:
+    """A turn in which nobody is harmed lasts like a pause, shares its time with no fault, and is none."""
+
+    class Nobody:
+        """No place may be asked for anything."""
+
+        def whole(self) -> None:
+            """Two of everything serve."""
+
+    maker = Troublemaker(Nobody(), [NOTHING], Random(0), down_seconds=(0.0, 0.001))  # type: ignore[arg-type]
+    maker.run(threading.Event(), lambda: len(maker.faults) >= 3)
+    course = Course([], maker.faults, History("unused"))
+    assert [fault.with_ for fault in course.faults] == ["", "", ""]
+    assert course.troubles == []
