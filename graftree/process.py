@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import sys
@@ -51,6 +52,7 @@ async def _serve(pod: type[Pod[C]], config: C) -> None:
             await asyncio.gather(start, return_exceptions=True)
             return
         start.result()
+        settle()
         ready = {"ready": instance.address, "pod_id": config.pod_id, "metrics": instance.metrics_address}
         print(json.dumps(ready), flush=True)
         ends: set[asyncio.Future[Any]] = {stop, instance.failed}
@@ -59,6 +61,16 @@ async def _serve(pod: type[Pod[C]], config: C) -> None:
             raise instance.failed.result()
     finally:
         await instance.stop()
+
+
+def settle() -> None:
+    """What is loaded stays: the garbage collector need not look at it again.
+
+    A full collection would, again and again, and nothing else goes on meanwhile: 50 ms in a router, several times as
+    much where torch is loaded.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _complain(error: GraftreeError, code: int) -> int:

@@ -48,6 +48,7 @@ def plan(request: pb.GenerateRequest, context: int = CONTEXT, **config: Any) -> 
         ({"prompt": ""}, "prompt", "at least 1"),
         ({"prompt": "x" * 101}, "prompt", "at most 100 bytes"),
         ({"chat": {}}, "chat.messages", "at least one"),
+        ({"chat": {"messages": [{"role": "user"}] * 4097}}, "chat.messages", "at most 4096"),
         ({"chat": {"messages": [{"role": "user", "content": "é" * 60}]}}, "chat", "at most 100 bytes"),
         ({"token_ids": {"ids": [VOCAB]}}, "token_ids.ids", "below the vocabulary size 512"),
         ({"token_ids": {"ids": [1] * 256}}, "token_ids.ids", "256 tokens.*at most 255"),

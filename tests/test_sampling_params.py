@@ -129,3 +129,13 @@ def test_a_value_out_of_range_names_its_field(field: str, fields: dict[str, Any]
         SamplingParams(**fields).validate(vocab_size=10)
     assert caught.value.field == f"sampling.{field}"
     assert caught.value.limit
+
+
+def test_long_lists_are_refused_before_their_entries_are_read() -> None:
+    """A message of many small entries is as much work as it has entries: their number is looked at first."""
+    message = common_pb2.SamplingParams(bad_words_token_ids=[{}] * (MAX_BAD_SEQUENCES + 1))
+    with pytest.raises(InvalidArgument, match="at most 256 entries"):
+        SamplingParams.from_proto(message)
+    message = common_pb2.SamplingParams(bad_words_token_ids=[{"ids": [1] * (MAX_BAD_SEQUENCE_TOKENS + 1)}])
+    with pytest.raises(InvalidArgument, match="1 to 256 tokens"):
+        SamplingParams.from_proto(message)
