@@ -36,7 +36,7 @@ MODEL = "random:llama?layers=1&seed=3&scale=3&context=2048"
 KEEP_SECONDS = 10.0  # records in Redis of requests that have ended or were left, and KV blocks there
 REST_SECONDS = 30.0  # beyond that, until all is as before
 STEEPEST = 1.0  # MB a minute
-KV_TOKENS = 1 << 15  # of each pool: all of it has been in use soon, and it takes no more memory from then on
+KV_TOKENS = 1 << 14  # of each pool: all of it has been in use soon, and it takes no more memory from then on
 KV_REDIS_BYTES = 1 << 30
 LEAST_MINUTES = 2.5  # a shorter run says nothing about a slope
 
@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--clients", type=int, default=16, help="requests at once")
     flags.add_argument("--model", default=MODEL, help="the LLM")
     flags.add_argument("--churn", type=float, help="seconds between speculators that go (default: 20; --quick: 6)")
+    flags.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help="of each pool")
     flags.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     options = flags.parse_args(arguments)
     options.minutes = options.minutes or (0.25 if options.quick else 30.0)
@@ -146,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     threads=1,
                     start_seconds=600.0,
                     router_options=metrics() | {"replay_seconds": KEEP_SECONDS / 2, "resume_seconds": KEEP_SECONDS},
-                    verifier_options=metrics() | away | {"step_time_seconds": 0, "kv_tokens": KV_TOKENS},
-                    speculator_options={"kv_tokens": KV_TOKENS},
+                    verifier_options=metrics() | away | {"step_time_seconds": 0, "kv_tokens": options.kv_tokens},
+                    speculator_options={"kv_tokens": options.kv_tokens},
                 )
             )
             asyncio.run(run(options, Lab(stack, servers, say), stack.targets, report))
