@@ -39,7 +39,7 @@ def flags(description: str, *, concurrency: Sequence[int], max_new_tokens: int) 
     arguments.add_argument("--turns", type=int, default=2, help="batches of each kind")
     arguments.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
     arguments.add_argument(
-        "--threads", type=int, help="CPU threads of each pod with a model; default: torch's choice"
+        "--threads", type=int, help="CPU threads of each pod with a model; default: the cores, shared out"
     )
     arguments.add_argument("--prompts", type=Path, default=report.PROMPTS)
     return arguments

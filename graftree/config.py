@@ -122,7 +122,9 @@ class SpeculatorConfig(PodConfig):
         "auto", description="SSM weights' dtype; auto = bfloat16 for an SSM package where it is native, else float32"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the SSM; 0 = torch's choice")
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="CPU threads of the SSM; 0 = as many as there are cores for it"
+    )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     max_nodes: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="most nodes of a living tree")
     max_depth: Annotated[int, Field(ge=1, le=128)] = Field(16, description="deepest level of a living tree")
@@ -157,7 +159,9 @@ class VerifierConfig(PodConfig, KvStoreConfig):
         "bfloat16; docs/performance.md)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="CPU threads of the LLM; 0 = torch's choice")
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="CPU threads of the LLM; 0 = as many as there are cores for it"
+    )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="KV capacity in tokens; 0 = from the memory there is"

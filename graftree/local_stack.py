@@ -18,6 +18,7 @@ from typing import Any, Self, get_args
 
 from graftree.client import Client
 from graftree.config import DEFAULT_MODEL
+from graftree.cores import shared_out, usable_cores
 from graftree.errors import Incompatible, InvalidArgument, NotFound, Unavailable
 from graftree.local.folder import Folder
 from graftree.local.instances import InstancePod, LoopThread
@@ -44,7 +45,8 @@ class LocalStack:
         redis: URL of a Redis to use; None = an embedded one.
         port: the first router's; 0 = any free one.
         in_process: run the tiers on a thread of this process, not as child processes: quick to start, for tests.
-        threads: CPU threads of each pod with a model; None = torch's choice.
+        threads: CPU threads of each pod with a model; None = the machine's cores, shared out evenly among verifiers
+            and speculators with a model (child processes; on a thread of this process torch's choice).
         environ: further variables for child processes.
         router_options, verifier_options, speculator_options: further configuration fields of every pod of a tier.
         start_seconds: longest wait for a pod to become ready, and then for router and pods to find each other.
@@ -89,6 +91,8 @@ class LocalStack:
         self._speculators = tuple(speculators)
         self._counts = {"verifier": verifiers, "router": routers}
         self._redis_url, self._port, self._in_process = redis, port, in_process
+        if threads is None and not in_process:
+            threads = shared_out(usable_cores(), verifiers + sum(map(_has_model, self._speculators)))
         engine = {} if threads is None else {"threads": threads}
         self._options: dict[Tier, dict[str, Any]] = {
             "router": dict(router_options or {}),
@@ -319,6 +323,10 @@ def _not_linked(client: Client, pods: Sequence[LocalPod]) -> str:
         if state != "ready" and pod.alive:
             missing.append(f"{pod.name} ({state})")
     return ", ".join(missing)
+
+
+def _has_model(drafter: Speculator) -> bool:
+    return str(_speculator(drafter).get("drafter", "")).startswith("model:")
 
 
 def _speculator(drafter: Speculator) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from router.steering import Steering
 MESSAGE_SECONDS = 0.0002  # of the router's own time that a speculator's messages take in a round
 # Living trees are this many times as large as the step's usually are, so that they outlive a commit.
 LIVING_FACTOR = 3
-LEAST_LIVING = 8
+LEAST_LIVING = 32
 
 
 class AdaptiveSteering(Steering):
@@ -38,7 +38,7 @@ class AdaptiveSteering(Steering):
         super().__init__(priors, most=most, longest_wait=longest_wait, clock=clock)
         self._metrics = metrics
         self.roster = Roster(self._unseen)
-        self._patience = Patience(longest_wait, priors.growths)
+        self._patience = Patience(longest_wait, priors.races)
         self._trust = Trust()
         self._nodes = Mean(0.2, most)
         self._costs: Costs | None = None
@@ -79,31 +79,27 @@ class AdaptiveSteering(Steering):
     def heard(self, kind: str, tree: MergedTree) -> None:
         """As `Steering.heard`."""
         self.roster.heard(kind)
-        self._patience.heard(self.clock(), tree.outlook)
+        self._patience.heard(kind, self.clock(), tree.outlook)
 
-    def committed(self, tree: MergedTree, tokens: int) -> None:
+    def committed(self, tree: MergedTree) -> None:
         """As `Steering.committed`."""
         kinds = self.kinds - self.roster.trials
-        self._patience.committed(self.clock(), kinds, tree.outlook, survived=len(tree) > 0, tokens=tokens)
+        self._patience.committed(self.clock(), kinds, empty=not len(tree))
 
     # A round.
 
     def wait(self, tree: MergedTree, length: int, seats: Collection[SpeculatorSeat]) -> Wait | None:
-        """As `Steering.wait`: as long as what comes by then is worth more than the time."""
+        """As `Steering.wait`: for first drafts that are worth more than the time."""
         kinds = self.kinds - self.roster.trials  # a commit wakes them all; those on trial are not waited for
-        if not any(seat.kind in kinds for seat in seats):
+        if len(tree) or not any(seat.kind in kinds for seat in seats):
             return None
         rounds, costs = self._next_costs(length)
-        trust = self._trust.ratio
-        now = (1.0 + trust * tree.outlook) / (costs.overhead + costs.step(0))
+        own = max(1.0 / (costs.overhead + costs.step(0)), rounds.rate)
         return self._patience.wait(
             kinds,
-            tree.outlook,
-            survived=len(tree) > 0,
-            rate=max(now, rounds.rate),
-            trust=trust,
-            rows=lambda more: costs.step(more) - costs.step(0),
-            penalty=rounds.late_penalty,
+            rate=own * max(1.0, rounds.sequences.value),  # the verifier gathers its sessions: all wait
+            trust=self._trust.ratio,
+            row=costs.step(1) - costs.step(0),
         )
 
     def pending(self, seats: Collection[SpeculatorSeat]) -> list[SpeculatorSeat]:
@@ -128,8 +124,6 @@ class AdaptiveSteering(Steering):
     def sent(self, cut: Cut, length: int, waited: float, waited_for: Collection[str] = ()) -> None:
         """As `Steering.sent`."""
         super().sent(cut, length, waited, waited_for)
-        if waited:
-            self._patience.waited()
         self._cut, self._brought = cut, cut.brought()
         self._scores = self._judge(cut, waited, waited_for)
         budget = self._budget
@@ -193,5 +187,5 @@ class AdaptiveSteering(Steering):
         assert self._link is not None
         return self._rounds, self._rounds.costs(self._link.step_time, length, self.kinds)
 
-    def _unseen(self, kinds: frozenset[str]) -> int | None:
+    def _unseen(self, kinds: frozenset[str]) -> int:
         return self._rounds.unseen(kinds) if self._rounds is not None else 0

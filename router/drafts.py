@@ -173,7 +173,7 @@ class Drafts:
         """Tell the speculators what was committed, and which of them are to draft."""
         if not self._seats:
             return
-        self._steering.committed(self.tree, len(token_ids))
+        self._steering.committed(self.tree)
         living_nodes = self._steering.living_nodes
         for kind, seat in (*self._seats.items(), *self._next.items()):
             if seat.error is None:

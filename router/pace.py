@@ -21,7 +21,8 @@ FIRST_GUESS = 0.02  # seconds a step takes where nobody has said so and none was
 STRETCH = (0.25, 4.0)
 # A stretch says something once this many steps were seen.
 ENOUGH = 3
-RARELY, NOTHING = 4, 0.05
+RARELY, NOTHING = 8, 0.1
+AT_ONCE = 1 << 20
 ALONE = 1.5  # sequences a step, on average, below which a session has the verifier to itself
 _TABLES = 8
 
@@ -132,9 +133,9 @@ class Pace:
         mean = self._stretch.get(roster)
         return mean.value if mean is not None and mean.count >= ENOUGH else None
 
-    def unseen(self, roster: Roster) -> int | None:
-        """Steps since these speculators, and no others, were last at work; None = never enough."""
-        return self.steps - self._seen[roster] if self.stretch(roster) is not None else None
+    def unseen(self, roster: Roster) -> int:
+        """Steps since these speculators, and no others, were last at work; all there were, if never often enough."""
+        return self.steps - (self._seen[roster] if self.stretch(roster) is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,6 @@ class Rounds:
         self.overhead = Mean(0.2, pace.overhead.value)
         self.sequences = Mean(0.3, 1.0)
         self._tokens, self._seconds = Mean(0.2), Mean(0.2)
-        self._queue_waited, self._queue = Mean(0.2), Mean(0.2)
         self._sent: Sent | None = None
         self._step_seconds = 0.0
         self._begun = False
@@ -209,13 +209,6 @@ class Rounds:
     @property
     def rate(self) -> float:
         return self._tokens.value / self._seconds.value if self._seconds.value > 0 else 0.0
-
-    @property
-    def late_penalty(self) -> float:
-        """Seconds more in the verifier's queue for steps that waited for drafts: they miss the others' step."""
-        if not (self._queue.count and self._queue_waited.count):
-            return 0.0
-        return max(0.0, self._queue_waited.value - self._queue.value)
 
     def costs(self, step_time: StepTime | None, context: int, roster: Roster) -> Costs:
         """Of the next step.
@@ -244,16 +237,16 @@ class Rounds:
         whole, without = self.pace.stretch(roster), self.pace.stretch(roster - {kind})
         return max(0.0, whole - without) if whole is not None and without is not None else 0.0
 
-    def unseen(self, roster: Roster) -> int | None:
+    def unseen(self, roster: Roster) -> int:
         """As `Pace.unseen`; 0 where step times say nothing about speculators: other sessions have theirs."""
-        if self.sequences.value >= ALONE or not self.pace.steps:
+        now = self.pace.stretch(self._sent.roster) if self._sent is not None else None
+        if now is None or self.sequences.value >= ALONE:
             return 0
         steps, known = self.pace.unseen(roster), self.pace.stretch(roster)
-        if steps is None or known is None:
-            return None
-        now = self.pace.stretch(self._sent.roster) if self._sent is not None else None
-        # Where speculators have been seen to cost the verifier nothing, once in a while is enough.
-        return steps // RARELY if now is not None and now < known * (1 + NOTHING) else steps
+        # What the verifier has said of its steps holds for those without speculators, until they are seen.
+        if now < (1.0 if known is None else known) * (1 + NOTHING):
+            return steps // RARELY  # they cost it nothing: once in a while is enough
+        return AT_ONCE if known is None else steps
 
     def sent(self, sent: Sent) -> None:
         """A step leaves; it ends the round of the one before."""
@@ -280,7 +273,6 @@ class Rounds:
         self._tokens.observe(tokens)
         sequences = max(1, verdict.batch_sessions)
         self.sequences.observe(sequences)
-        (self._queue_waited if sent.waited > 0 else self._queue).observe(timings.queue_ns / 1e9)
         if sequences == 1 and timings.forward_ns:
             table = self.pace.table(step_time, 1, sent.context)
             table.reach(sent.rows)

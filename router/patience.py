@@ -1,94 +1,46 @@
-"""`Patience`: whether a step should wait for drafts, and for how long.
+"""`Patience`: whether a step without a tree should wait for the first drafts, and for how long.
 
-Every commit starts a race between the speculators and the step. `Growth` learns how it goes on average: by how much
-the expected acceptance of the merged tree has grown at each time after a commit, whether or not the step waited for
-it, and how often the next commit then leaves some of the tree. To wait until t is worth the growth by then. It costs
-the tokens that t seconds, and the rows of what has grown, would have given otherwise; and what the next round finds:
-speculators draft ahead while the verifier works, so much of what a step does not wait for is there for the one after
-it, for nothing, while a tree that was waited for is mostly used up. What a round is worth whose tree has survived
-follows as in a semi-Markov decision process of two states (Howard 1960: relative values at an average gain).
+A commit that leaves nothing of the tree starts a race between the speculators and the step. What the first word of
+the speculators was worth in such rounds, and how long after the commit it came, is known whether or not the step
+waited for it. A wait is worth the tokens that the first word brings; it costs the tokens that the time, and the row
+of what was waited for, would have given otherwise: to everybody who shares the step, since a verifier gathers its
+sessions. Later words are not waited for: they come while the verifier works and are there for the round after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from router.ema import Mean
 
-# Times after a commit, in seconds, by the square root of two: 0.5 to 128 ms.
-GRID = tuple(0.0005 * 2 ** (step / 2) for step in range(17))
-MEMORY = 0.15  # weight of the newest round
-# The wait ends with this share of the growth that was hoped for.
-ENOUGH = 0.75
-# Rows that carry an expected token, roughly: fewer where drafts are good, more where they are not.
-ROWS_PER_TOKEN = 2.0
-# Times that a wait is told apart by, when it comes to what it leaves behind: every octave.
-_CLASS = 2
-# Rounds that it is worth to assume that a wait leaves as much behind as none.
-_DOUBT = 4
-# What rounds without a wait leave must have been seen so often, and once in so many rounds, before any wait.
-_SEEN, _AGAIN = 3, 48
-SLOW_MEMORY = 0.05  # of shares and rewards, which vary more
+MEMORY = 0.1  # weight of the newest round
+SEEDED = 4  # rounds that what others saw counts for
+SLACK = 1.5  # a wait lasts so many times as long as the first word usually takes
+LEAST_SECONDS = 0.001
+ENOUGH = 0.5  # of the tokens that were hoped for ends the wait
 
 
-class Growth:
-    """How rounds of one kind go.
+class Race:
+    """How rounds go that a commit left without a tree.
 
     Attributes:
-        tokens: (len(GRID),) expected accepted tokens gained since the commit, by the times of `GRID`.
-        counts: (len(GRID),) rounds that lasted so long.
-        survival: how often the next commit left some of the tree; [0] after no wait, then by the wait's length.
-        reward, seconds: tokens and duration of the rounds.
-        waits: rounds with a wait since the last one without.
+        seconds: from the commit to the first word, or to the next commit where there was none.
+        tokens: that the first word was expected to bring.
     """
 
-    __slots__ = ("counts", "reward", "seconds", "survival", "tokens", "waits")
+    __slots__ = ("seconds", "tokens")
 
-    def __init__(self, seed: Growth | None = None) -> None:
-        self.waits = 0
-        self.survival = [Mean(SLOW_MEMORY) for _ in range(2 + (len(GRID) - 1) // _CLASS)]
-        self.reward, self.seconds = Mean(SLOW_MEMORY), Mean(SLOW_MEMORY)
+    def __init__(self, seed: Race | None = None) -> None:
+        self.seconds, self.tokens = Mean(MEMORY), Mean(MEMORY)
         if seed is not None:
-            own, other = [*self.survival, self.reward, self.seconds], [*seed.survival, seed.reward, seed.seconds]
-            for mean, known in zip(own, other, strict=True):
-                mean.value, mean.count = known.value, min(known.count, 2 * _DOUBT)
-        self.tokens: list[float] = [0.0] * len(GRID) if seed is None else list(seed.tokens)
-        # A seed counts as one round: it is soon outvoted.
-        self.counts: list[int] = [0] * len(GRID) if seed is None else [min(count, 1) for count in seed.counts]
+            for own, known in ((self.seconds, seed.seconds), (self.tokens, seed.tokens)):
+                own.value, own.count = known.value, min(known.count, SEEDED)
 
-    def observe(self, events: Sequence[tuple[float, float]], seconds: float) -> None:
-        """A round.
-
-        Args:
-            events: (seconds since the commit, tokens gained by then), in order of time.
-            seconds: how long the round lasted: nothing is known of what would have come later.
-        """
-        place, gained = 0, 0.0
-        for index, time in enumerate(GRID):
-            if time > seconds:
-                break
-            while place < len(events) and events[place][0] <= time:
-                gained = events[place][1]
-                place += 1
-            self.counts[index] += 1
-            share = max(MEMORY, 1.0 / self.counts[index])
-            self.tokens[index] += share * (gained - self.tokens[index])
-
-    def loss(self, index: int) -> float:
-        """How much less often a tree survives a round with a wait until GRID[index] than one without."""
-        without, mean = self.survival[0], self.survival[1 + index // _CLASS]
-        doubt = max(0.0, 1.0 - mean.count / (2 * _DOUBT))
-        return (1.0 - doubt) * max(0.0, without.value - mean.value)
-
-    def lead(self, rate: float) -> float:
-        """Tokens that such a round is ahead of the average, and those after it as long as the tree survives.
-
-        Args:
-            rate: average tokens per second.
-        """
-        again = max((mean.value for mean in self.survival if mean.count), default=0.0)
-        return max(0.0, self.reward.value - rate * self.seconds.value) / (1.0 - min(again, 0.9))
+    def observe(self, seconds: float, tokens: float) -> None:
+        """A round."""
+        self.seconds.observe(seconds)
+        self.tokens.observe(tokens)
 
 
 class Wait(NamedTuple):
@@ -96,100 +48,72 @@ class Wait(NamedTuple):
 
     Attributes:
         seconds: at most.
-        tokens: outlook of the tree that is good enough to go before.
+        tokens: the wait is over when the tree's outlook is above this.
     """
 
     seconds: float
     tokens: float
 
 
-Key = tuple[frozenset[str], bool]  # speculators at work; whether the commit left any of the tree
-
-
 class Patience:
-    """One session's. Trees that a commit left empty grow otherwise than those of which a branch survived.
+    """One session's.
 
     Args:
         longest: no wait is longer, in seconds.
-        seeds: what other sessions learnt; taught in turn.
+        seeds: what other sessions saw of each kind of speculator; taught in turn.
     """
 
-    def __init__(self, longest: float, seeds: dict[Key, Growth]) -> None:
+    def __init__(self, longest: float, seeds: dict[str, Race]) -> None:
         self._longest = longest
         self._seeds = seeds
-        self._growths: dict[Key, Growth] = {}
-        self._key: Key | None = None
-        self._class = self._planned = 0
+        self._races: dict[str, Race] = {}
+        self._running: set[str] = set()  # kinds that have said nothing since a commit that left no tree
+        self._known: set[str] = set()  # kinds that have read the prompt: they have said something
         self._begun = self._outlook = 0.0
-        self._events: list[tuple[float, float]] = []
 
-    def committed(
-        self, now: float, kinds: frozenset[str], outlook: float, *, survived: bool, tokens: int = 1
-    ) -> None:
-        """The speculators are told of a commit, which ends one race and starts the next.
+    def committed(self, now: float, kinds: Collection[str], *, empty: bool) -> None:
+        """The speculators are told of a commit: who was silent has lost; if the tree is empty all start anew."""
+        for kind in list(self._running):
+            self._end(kind, now, 0.0)
+        self._running = self._known.intersection(kinds) if empty else set()
+        self._begun, self._outlook = now, 0.0
 
-        Args:
-            tokens: of the commit.
-            outlook: expected acceptance of the tree as the commit left it.
-            survived: whether it left any of it.
-        """
-        if self._key is not None:
-            for growth in (self._growth(self._key), self._seeds.setdefault(self._key, Growth())):
-                growth.observe(self._events, now - self._begun)
-                growth.survival[self._class].observe(survived)
-                growth.reward.observe(tokens)
-                growth.seconds.observe(now - self._begun)
-                growth.waits = growth.waits + 1 if self._class else 0
-        self._key = (kinds, survived) if kinds else None
-        self._begun, self._outlook, self._events, self._class = now, outlook, [], 0
+    def heard(self, kind: str, now: float, outlook: float) -> None:
+        """A kind's nodes came in; `outlook` is the tree's with them."""
+        self._known.add(kind)
+        if kind in self._running:
+            self._end(kind, now, max(0.0, outlook - self._outlook))
+        self._outlook = outlook
 
-    def waited(self) -> None:
-        """The step waits as `wait` said, in the round that the last `committed` began."""
-        self._class = self._planned
+    def _end(self, kind: str, now: float, tokens: float) -> None:
+        self._running.discard(kind)
+        for race in (self._race(kind), self._seeds.setdefault(kind, Race())):
+            race.observe(now - self._begun, tokens)
 
-    def heard(self, now: float, outlook: float) -> None:
-        """Drafts came in."""
-        if self._key is not None and len(self._events) < len(GRID):
-            self._events.append((now - self._begun, outlook - self._outlook))
-
-    def wait(
-        self,
-        kinds: frozenset[str],
-        outlook: float,
-        *,
-        survived: bool,
-        rate: float,
-        trust: float,
-        rows: Callable[[int], float],
-        penalty: float = 0.0,
-    ) -> Wait | None:
-        """The wait that is worth most, if any is worth something. Called before `committed`, with the same arguments.
+    def wait(self, kinds: Collection[str], *, rate: float, trust: float, row: float) -> Wait | None:
+        """The wait before a step without a tree that is worth most; None = none pays, or nothing is known yet.
 
         Args:
-            rate: tokens per second that time is worth.
-            trust: factor on the tokens that the tree promises.
-            rows: seconds that so many more rows cost.
-            penalty: seconds that any wait costs beside its own.
+            kinds: that are at work.
+            rate: tokens per second that the time is worth to all who wait.
+            trust: factor on the tokens that drafts promise.
+            row: seconds that one more row costs.
         """
         best, chosen = 0.0, None
-        growth = self._growth((kinds, survived))
-        if growth.survival[0].count < _SEEN or growth.waits >= _AGAIN:
-            return None
-        lead = self._growth((kinds, True)).lead(rate)
-        for index, (time, tokens) in enumerate(zip(GRID, growth.tokens, strict=True)):
-            if time > self._longest:
-                break
-            worth = trust * tokens
-            net = worth - lead * growth.loss(index) - rate * (time + penalty)
+        tokens = 0.0
+        for race in sorted((self._race(kind) for kind in kinds), key=lambda race: race.seconds.value):
+            seconds = race.seconds.value
+            if not race.seconds.count or seconds > self._longest:
+                continue
+            tokens += race.tokens.value  # those that are quicker have spoken by then
+            net = trust * tokens - rate * (seconds + row)
             if net > best:
-                net -= rate * rows(max(1, round(ROWS_PER_TOKEN * worth)))
-                if net > best:
-                    best, chosen = net, Wait(time, outlook + ENOUGH * tokens)
-                    self._planned = 1 + index // _CLASS
+                best = net
+                chosen = Wait(min(self._longest, max(LEAST_SECONDS, SLACK * seconds)), ENOUGH * tokens)
         return chosen
 
-    def _growth(self, key: Key) -> Growth:
-        growth = self._growths.get(key)
-        if growth is None:
-            growth = self._growths[key] = Growth(self._seeds.get(key))
-        return growth
+    def _race(self, kind: str) -> Race:
+        race = self._races.get(kind)
+        if race is None:
+            race = self._races[kind] = Race(self._seeds.get(kind))
+        return race

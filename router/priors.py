@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graftree.calibration import Calibration
-from router.patience import Growth, Key
+from router.patience import Race
 from router.record import Agreement, Record
 
 
@@ -12,12 +12,12 @@ class Priors:
 
     Attributes:
         agreement: of speculators that name the same token.
-        growths: how trees grow after a commit.
+        races: how soon the first drafts come after a commit, and what they are worth.
     """
 
     def __init__(self) -> None:
         self.agreement = Agreement()
-        self.growths: dict[Key, Growth] = {}
+        self.races: dict[str, Race] = {}
         self._calibrations: dict[str, Calibration] = {}
 
     def record(self, kind: str) -> Record:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from router.ema import Mean
 
-TENURE = 5  # rounds in which a kind that is at work is not judged
+TENURE = 16  # rounds in which a kind that is at work is not judged: fewer say little
 SHADOW = 3  # of these, on trial, the ones in which its nodes are compared with what the LLM says, and not verified
 SILENCE = 48  # rounds a kind may take to its first word, a long prompt's prefill for instance
 FIRST_REST, LONGEST_REST = 16, 64  # rounds without a kind before it is tried again
@@ -24,7 +24,7 @@ ADMISSION = 0.03  # tokens a round that it must bring, net, to be taken back
 CHALLENGE = 256  # rounds after which it is measured anew how fast steps are without a kind
 CHALLENGED = 5  # rounds that takes
 PATIENCE = 24  # first rounds of a session in which nothing is done for knowledge's sake
-MEMORY = 0.3
+MEMORY = 0.2
 
 
 @dataclass(slots=True)
@@ -58,8 +58,9 @@ class Roster:
     """One session's.
 
     Args:
-        unseen: kinds -> rounds since exactly these were last at work, as far as the time of a step is concerned; None
-            = never. What is not known of a roster without a kind is found out by doing without it for a while.
+        unseen: kinds -> rounds since exactly these were last at work, as far as the time of a step is concerned; all
+            rounds there were, if they never were. What is not known of a roster without a kind is found out by
+            doing without it for a while.
 
     Attributes:
         kinds: those at work.
@@ -67,7 +68,7 @@ class Roster:
         dropped, readmitted: how often one was, so far.
     """
 
-    def __init__(self, unseen: Callable[[frozenset[str]], int | None] = lambda kinds: 0) -> None:
+    def __init__(self, unseen: Callable[[frozenset[str]], int] = lambda kinds: 0) -> None:
         self._standings: dict[str, Standing] = {}
         self._unseen = unseen
         self._round = 0
@@ -169,9 +170,9 @@ class Roster:
             return False
         for _, kind, standing in self._judged():
             unseen = self._unseen(kinds - {kind})
-            if not standing.trial and (unseen is None or unseen >= CHALLENGE):
-                self._change(standing, active=False)
+            if not standing.trial and unseen >= CHALLENGE:
                 standing.challenged, standing.until = True, self._round + CHALLENGED
+                self._change(standing, active=False)
                 return True
         return False
 

@@ -87,8 +87,8 @@ class Steering(ABC):
     def heard(self, kind: str, tree: MergedTree) -> None:  # noqa: B027
         """Nodes of one were merged."""
 
-    def committed(self, tree: MergedTree, tokens: int) -> None:  # noqa: B027
-        """The speculators are told of a commit of so many tokens, which the tree has followed."""
+    def committed(self, tree: MergedTree) -> None:  # noqa: B027
+        """The speculators are told of a commit, which the tree has followed."""
 
     @abstractmethod
     def wait(self, tree: MergedTree, length: int, seats: Collection[SpeculatorSeat]) -> Wait | None:

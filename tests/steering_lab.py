@@ -219,7 +219,7 @@ class Lab:
         return Round(self.now - begun, len(tokens), len(cut.tree), waited, kinds)
 
     def _commit(self, tokens: list[int]) -> None:
-        self.steering.committed(self._tree, len(tokens))
+        self.steering.committed(self._tree)
         for speculator in self._speculators:
             active = self.steering.active(speculator.kind)
             speculator.commit(self.now, self._tree.root_id, self._length, tokens, paused=not active)

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from router.roster import CHALLENGE, CHALLENGED, FIRST_REST, LONGEST_REST, SILENCE, TENURE, Roster
+from router.roster import CHALLENGE, CHALLENGED, FIRST_REST, LONGEST_REST, SILENCE, TENURE, TRIAL_SHARE, Roster
 
 Worth = Callable[[int, frozenset[str]], Mapping[str, float]]
 
@@ -44,7 +44,7 @@ def test_who_pays_stays() -> None:
 def test_who_costs_is_dropped_and_tried_later_and_later() -> None:
     """A kind that never pays is dropped after its tenure; trials are as short, rests get longer, up to a limit."""
     made = roster("good", "bad")
-    seen = play(made, lambda *_: {"good": 0.5, "bad": -0.1}, 400)
+    seen = play(made, lambda *_: {"good": 0.5, "bad": -0.01}, 400)
     assert spans(seen, "good") == [(True, 400)]
     bad = spans(seen, "bad")
     assert [length for present, length in bad if present][:4] == [TENURE] * 4
@@ -52,6 +52,13 @@ def test_who_costs_is_dropped_and_tried_later_and_later() -> None:
     assert rests == [FIRST_REST, 2 * FIRST_REST, LONGEST_REST, LONGEST_REST]
     assert made.dropped == 1
     assert made.readmitted == 0
+
+
+def test_dear_trials_are_rarer() -> None:
+    """Where trials cost more, the rest between them is as long as makes them cost TRIAL_SHARE of a token a round."""
+    bad = spans(play(roster("bad"), lambda *_: {"bad": -0.1}, 400), "bad")
+    rests = [length for present, length in bad if not present]
+    assert rests[:3] == [FIRST_REST, *2 * [round(0.1 * TENURE / TRIAL_SHARE)]]
 
 
 def test_a_speculator_without_cost_that_brings_nothing_is_dropped() -> None:
@@ -103,7 +110,7 @@ def test_of_two_that_say_the_same_one_stays() -> None:
     made = roster("a", "b")
     seen = play(made, worth, 300)
     assert spans(seen, "b") == [(True, 300)]
-    assert sum("a" in kinds for kinds in seen) < 60
+    assert sum("a" in kinds for kinds in seen) < 100
     assert made.dropped == 1
 
 
@@ -156,10 +163,10 @@ def test_a_kind_that_leaves_is_forgotten() -> None:
     assert made.kinds == {"a"}
 
 
-@pytest.mark.parametrize("age", [None, CHALLENGE])
-def test_unknown_step_times_are_found_out(age: int | None) -> None:
-    """Where nobody has seen lately how fast steps are without a kind, each rests once, for a few rounds."""
-    seen_ages: dict[frozenset[str], int | None] = {}
+@pytest.mark.parametrize("age", [CHALLENGE - 1, CHALLENGE])
+def test_unknown_step_times_are_found_out(age: int) -> None:
+    """Where nobody has seen for long how fast steps are without a kind, each rests once, for a few rounds."""
+    seen_ages: dict[frozenset[str], int] = {}
     made = Roster(lambda kinds: seen_ages.get(kinds, age))
     made.add("a")
     made.add("b")
@@ -171,5 +178,6 @@ def test_unknown_step_times_are_found_out(age: int | None) -> None:
         seen_ages[made.kinds] = 0
         made.round(dict.fromkeys(made.kinds, 0.5))
     for kind in "ab":
-        assert [length for present, length in spans(seen, kind) if not present] == [CHALLENGED]
+        rests = [length for present, length in spans(seen, kind) if not present]
+        assert rests == ([CHALLENGED] if age == CHALLENGE else [])
     assert made.dropped == made.readmitted == 0

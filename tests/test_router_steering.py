@@ -125,7 +125,7 @@ def test_a_speculator_that_slows_the_verifier_down() -> None:
     slow = Speculator("slow", 0.006, 0.006, often(0.5), 0.5, slows=2.0)
     rounds = Lab(adaptive(), STEPS, [slow]).rounds(400)
     assert rate(rounds[20:]) >= 0.9 * PLAIN
-    assert sum("slow" in each.kinds for each in rounds[20:]) < 40
+    assert sum("slow" in each.kinds for each in rounds[20:]) < 60
     worth_it = Speculator("worth it", 0.006, 0.006, often(0.9), 0.9, slows=1.3)
     rounds = Lab(adaptive(), STEPS, [worth_it]).rounds(300)
     assert rate(rounds[20:]) >= 1.8 * PLAIN
@@ -156,7 +156,7 @@ def test_a_wrong_one_beside_a_good_one() -> None:
     alone = Lab(adaptive(), STEPS, [good]).rounds(300)
     both = Lab(adaptive(), STEPS, [Speculator("good", 0.001, 0.001, often(0.8), 0.8), wrong()]).rounds(300)
     assert rate(both[40:]) >= 0.95 * rate(alone[40:])
-    assert sum("wrong" in each.kinds for each in both[20:]) < 50
+    assert sum("wrong" in each.kinds for each in both[20:]) < 80
 
 
 def test_load_takes_nodes_away() -> None:

@@ -36,6 +36,7 @@ from graftree.text.tokenizer import Tokenizer
 from graftree.v1 import common_pb2, verification_pb2
 from verifier_service.conclusion import conclude
 from verifier_service.counters import Counters
+from verifier_service.gathering import Gathering
 from verifier_service.kv_exchange import Exchange, Remote
 from verifier_service.picker import Picker, Picks
 from verifier_service.reservation import Cache, Reservations
@@ -47,11 +48,6 @@ from verifier_service.step_times import StepTimes
 log = structlog.get_logger(__name__)
 
 Clock = Callable[[], int]
-
-# Sessions that were answered together come back together, a turn of the router apart. Waiting for the last of them
-# costs the first ones at most this; not waiting costs the others a whole forward.
-PATIENCE_SHARE = 0.1  # of the last forward
-PATIENCE_LIMIT_NS = 5_000_000
 
 
 class Runner(Protocol):
@@ -118,9 +114,8 @@ class Engine:
         self._picker = Picker(self._spec, everywhere=sample_on_device)
         self._spans = Spans(tracer)
         self._answers: dict[Stream, list[Answer]] = {}
-        self._awaited: set[Session] = set()
+        self._gathering = Gathering()
         self._joining: dict[Session, None] = {}  # sessions that wait for another's rows
-        self._patience_ends = 0
 
     def open(self, stream: Stream, message: verification_pb2.VerifyOpen) -> None:
         """Open a session; its prefill begins with the next forward."""
@@ -160,7 +155,7 @@ class Engine:
             self._fail(session, ContextTooLong("committed_length", len(session.token_ids), limit))
         else:
             session.queue(message, vocab_size=self._spec.vocab_size, max_rows=self._step_tokens, now_ns=arrived_ns)
-            self._awaited.discard(session)
+            self._gathering.returned(session, arrived_ns)
             if session.step is not None and session.step.tree_error:
                 self.counters.invalid_trees += 1
 
@@ -197,7 +192,6 @@ class Engine:
         shares = self._reservations.fit(planned, self._park)
         if not shares:
             return bool(planned)
-        self._awaited.clear()
         span = self._spans.step(shares)
         started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
@@ -231,20 +225,19 @@ class Engine:
                 self._publish(session)
                 verdict.batch_sessions = len(shares)
                 self._answer(session.stream, verdict)
-                self._awaited.add(session)
+                self._gathering.answered(session, self._clock())
         span.end()
         ended = self._clock()
+        if all(share.step is not None and share.chain == 1 for share in shares):
+            self._gathering.ran(ended - started)
         if ended > started:
             rows = sum(map(len, shares))
             self.step_times.observe(Sample(rows, len(shares), context, (ended - started) / 1e9))
-        self._patience_ends = ended + min(int((forwarded - started) * PATIENCE_SHARE), PATIENCE_LIMIT_NS)
         return True
 
     def patience_ns(self) -> int:
         """How long the next forward should still wait for sessions that the last one answered; 0 = not at all."""
-        if not self._awaited or not self._scheduler.has_work:
-            return 0
-        return max(0, self._patience_ends - self._clock())
+        return self._gathering.wait(self._scheduler.ready, self._clock())
 
     def flush(self) -> None:
         """Hand what was answered since the last call to the streams' sinks."""
@@ -368,7 +361,7 @@ class Engine:
     def _drop(self, session: Session) -> None:
         del session.stream.sessions[session.session_id]
         self._scheduler.remove(session)
-        self._awaited.discard(session)
+        self._gathering.gone(session)
         self._leave_siblings(session)
         self._reservations.release(session)
         session.load = None

@@ -34,9 +34,9 @@ class Scheduler:
         self._queue.pop(session, None)
 
     @property
-    def has_work(self) -> bool:
-        """Whether `plan` would give a share."""
-        return any(session.has_work for session in self._queue)
+    def ready(self) -> int:
+        """Sessions that have something to run."""
+        return sum(session.has_work for session in self._queue)
 
     def plan(self) -> list[Share]:
         """The next forward's shares; empty when no session has anything to run."""
