@@ -123,7 +123,7 @@ class SpeculatorConfig(PodConfig):
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="CPU threads of the SSM; 0 = as many as there are cores for it"
+        0, description="CPU threads of the SSM; 0 = its cores but one"
     )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     max_nodes: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="most nodes of a living tree")
@@ -160,7 +160,7 @@ class VerifierConfig(PodConfig, KvStoreConfig):
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="CPU threads of the LLM; 0 = as many as there are cores for it"
+        0, description="CPU threads of the LLM; 0 = its cores but one"
     )
     max_sessions: Annotated[int, Field(ge=1, le=100_000)] = Field(256, description="sessions served at once")
     kv_tokens: Annotated[int, Field(ge=0)] = Field(

@@ -22,13 +22,14 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
     return max(1, min(cores, _quota(cgroup, cores)))
 
 
-def shared_out(cores: int, pods: int) -> int:
-    """Threads of each of several pods with a model that run on the same cores, at least 1.
+def threads_for(pods: int = 1, cgroup: Path = CGROUP) -> int:
+    """Threads of each of several pods with a model on the same cores, at least 1.
 
-    A step waits for its slowest thread at every layer, so two pods that both want all cores make each other wait: on
-    two cores, with an SSM drafting, one thread verified twice as fast as two.
+    One core is left to what else runs, if only the pod's own network thread, and the rest is shared out. A step waits
+    for its slowest thread at every layer: on two cores, with an SSM drafting and four requests at once, a verifier of
+    one thread was more than twice as fast as one of two.
     """
-    return max(1, cores // max(1, pods))
+    return max(1, (usable_cores(cgroup) - 1) // max(1, pods))
 
 
 def _quota(cgroup: Path, unlimited: int) -> int:

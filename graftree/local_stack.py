@@ -18,7 +18,7 @@ from typing import Any, Self, get_args
 
 from graftree.client import Client
 from graftree.config import DEFAULT_MODEL
-from graftree.cores import shared_out, usable_cores
+from graftree.cores import threads_for
 from graftree.errors import Incompatible, InvalidArgument, NotFound, Unavailable
 from graftree.local.folder import Folder
 from graftree.local.instances import InstancePod, LoopThread
@@ -45,8 +45,8 @@ class LocalStack:
         redis: URL of a Redis to use; None = an embedded one.
         port: the first router's; 0 = any free one.
         in_process: run the tiers on a thread of this process, not as child processes: quick to start, for tests.
-        threads: CPU threads of each pod with a model; None = the machine's cores, shared out evenly among verifiers
-            and speculators with a model (child processes; on a thread of this process torch's choice).
+        threads: CPU threads of each pod with a model; None = the machine's cores but one, shared out evenly among
+            verifiers and speculators with a model (child processes; on a thread of this process torch's choice).
         environ: further variables for child processes.
         router_options, verifier_options, speculator_options: further configuration fields of every pod of a tier.
         start_seconds: longest wait for a pod to become ready, and then for router and pods to find each other.
@@ -92,7 +92,7 @@ class LocalStack:
         self._counts = {"verifier": verifiers, "router": routers}
         self._redis_url, self._port, self._in_process = redis, port, in_process
         if threads is None and not in_process:
-            threads = shared_out(usable_cores(), verifiers + sum(map(_has_model, self._speculators)))
+            threads = threads_for(verifiers + sum(map(_has_model, self._speculators)))
         engine = {} if threads is None else {"threads": threads}
         self._options: dict[Tier, dict[str, Any]] = {
             "router": dict(router_options or {}),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graftree.cores import shared_out, usable_cores
+from graftree.cores import threads_for, usable_cores
 
 
 @pytest.fixture
@@ -41,6 +41,12 @@ def test_without_control_groups_the_scheduler_decides(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "absent") == 2
 
 
-def test_pods_share_cores_and_each_has_one() -> None:
-    """An even share, at least one each; no pod at all divides nothing by nothing."""
-    assert [shared_out(cores, pods) for cores, pods in ((2, 2), (2, 1), (8, 3), (2, 5), (4, 0))] == [1, 2, 2, 1, 4]
+@pytest.mark.parametrize(
+    ("cores", "pods", "threads"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 7), (8, 2, 3), (4, 9, 1), (4, 0, 3)]
+)
+def test_pods_share_what_one_core_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, pods: int, threads: int
+) -> None:
+    """An even share of all cores but one, at least one thread each."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert threads_for(pods, tmp_path) == threads

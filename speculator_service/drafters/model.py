@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graftree.constraint import Constraint
-from graftree.cores import usable_cores
+from graftree.cores import threads_for
 from graftree.errors import GraftreeError, InvalidArgument
 from graftree.grammar import Grammars
 from graftree.models.load import LoadedModel, load
@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         uri: see `graftree.models.uri`; a directory may be an SSM package (`graftree.models.ssm`).
         dtype: of its weights, see `graftree.models.load.load`.
         device: auto, cpu, cuda or cuda:N.
-        threads: CPU threads of this process' torch; 0 = all cores it may use.
+        threads: CPU threads of this process' torch; 0 = all cores it may use but one.
         kv_tokens: capacity of its KV cache in tokens; 0 = what max_sessions need, at most 1 GiB on a CPU and a
             tenth of the free memory on a GPU.
         max_sessions, max_nodes: most sessions, and most nodes of a session's tree.
@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
         max_nodes: int = 64,
         shortlist: int = SIZE,
     ) -> None:
-        torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
+        torch.set_num_threads(threads or min(torch.get_num_threads(), threads_for()))
         loaded = load(uri, dtype=dtype, device=device)
         self.model_fingerprint = loaded.spec.fingerprint
         self.vocab_fingerprint = loaded.spec.vocab_fingerprint
