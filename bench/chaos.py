@@ -13,6 +13,8 @@ one: no token lost, repeated or changed, and no request failed.
 
 A stall is the longest time without a chunk that one stream saw while a fault lasted: from its moment until all was
 there again, replacements included. Now and then nothing happens for as long: what streams see then is the machine's.
+Faults during which the machine gave none of the processes time (a thread that only sleeps was woken much too late)
+are told apart.
 
 With --races two routers race for the ownership of one session so many times, and nothing else is done.
 """
@@ -37,6 +39,7 @@ from bench.chaos_history import History
 from bench.chaos_load import Case, Load, Stream, requests, undisturbed
 from bench.chaos_proxy import FaultProxy
 from bench.chaos_stack import ChaosStack
+from bench.chaos_watch import Watch
 from bench.report import Report, parser
 from bench.tables import Table
 from graftree.config import DEFAULT_MODEL
@@ -183,28 +186,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         EmbeddedRedis() as redis,
         FaultProxy() as proxy,
         stack_of(options.model, options.speculators, redis, proxy, log_directory=options.logs) as stack,
+        Watch() as watch,
     ):
         greedy = options.model.startswith("standin:")
         cases = undisturbed(stack.target, requests(options.cases, options.tokens, rng, greedy=greedy))
         maker = Troublemaker(Places(stack, redis), KINDS, rng)
         chaos = asyncio.run(trouble(stack, maker, cases, options.clients, rng, options.seconds))
         _tell(report, "chaos", chaos)
-        for name, faults in _groups(chaos.faults).items():
-            table = _table(name, chaos, faults)
-            print(table)
-            report.details[name] = table.details()
-        report.details["faults"] = _faults(chaos)
+        _tell_stalls(report, chaos, watch)
         restart = asyncio.run(rolling(stack, maker, cases, options.clients, rng))
         _tell(report, "rolling restart", restart)
-    stalls = chaos.stalls(chaos.troubles)
-    calm = chaos.stalls([fault for fault in chaos.faults if fault not in chaos.troubles])
-    p50, p99 = _quantile(stalls, 50), _quantile(stalls, 99)
-    report.add("stall p50", p50, "s")
+    report.details["errors"] = sorted(set(chaos.failed + restart.failed))
+    return report.finish(options.json)
+
+
+def _tell_stalls(report: Report, course: Course, watch: Watch) -> None:
+    """Stalls of the faults during which the machine ran, and of all."""
+    ran = [fault for fault in course.faults if not watch.stood_still(fault.at, fault.over)]
+    for name, faults in _groups(ran).items():
+        table = _table(name, course, faults)
+        print(table)
+        report.details[name] = table.details()
+    report.details["faults"] = _faults(course, watch)
+    troubles = [fault for fault in ran if fault in course.troubles]
+    stalls, calm = course.stalls(troubles), course.stalls([fault for fault in ran if fault not in course.troubles])
+    every = course.stalls(course.troubles)
+    p99 = _quantile(stalls, 99)
+    report.add("the machine itself stood still", watch.seconds, "s")
+    report.add("faults while it ran", len(troubles))
+    report.add("stall p50", _quantile(stalls, 50), "s")
     report.add("stall p99", p99, "s", "< 2 with two of each", p99 < 2.0)
     report.add("longest gap while nothing happens, p50", _quantile(calm, 50), "s")
     report.add("longest gap while nothing happens, p99", _quantile(calm, 99), "s")
-    report.details["errors"] = sorted(set(chaos.failed + restart.failed))
-    return report.finish(options.json)
+    report.add("stall p50, standstills of the machine included", _quantile(every, 50), "s")
+    report.add("stall p99, standstills of the machine included", _quantile(every, 99), "s")
 
 
 def _tell(report: Report, name: str, course: Course) -> None:
@@ -244,7 +259,7 @@ def _table(title: str, course: Course, groups: Mapping[str, Sequence[Fault]]) ->
     return Table.of(title, columns, list(groups), row)
 
 
-def _faults(course: Course) -> list[dict[str, Any]]:
+def _faults(course: Course, watch: Watch) -> list[dict[str, Any]]:
     """Each fault, with the stalls that streams saw while it lasted, in seconds."""
     begun = min((fault.at for fault in course.faults), default=0.0)
     found = []
@@ -257,7 +272,8 @@ def _faults(course: Course) -> list[dict[str, Any]]:
             **{f"p{q}": _quantile(stalls, q) for q in (50, 99, 100)},
         }
         rounded = {name: round(value, 2) for name, value in numbers.items() if not math.isnan(value)}
-        found.append({"fault": fault.name, "place": fault.place, "with": fault.with_, **cut, **rounded})
+        still = {"machine_stood_still": True} if watch.stood_still(fault.at, fault.over) else {}
+        found.append({"fault": fault.name, "place": fault.place, "with": fault.with_, **cut, **rounded, **still})
     return found
 
 

@@ -16,6 +16,7 @@ from bench.chaos_history import History
 from bench.chaos_load import Stream
 from bench.chaos_proxy import WAYS, FaultProxy, Way
 from bench.chaos_races import Races, race
+from bench.chaos_watch import Watch
 from graftree.errors import GraftreeError
 from graftree.store.embedded import EmbeddedRedis
 
@@ -172,3 +173,21 @@ def test_nothing_happens_now_and_then() -> None:
     course = Course([], maker.faults, History("unused"))
     assert [fault.with_ for fault in course.faults] == ["", "", ""]
     assert course.troubles == []
+
+
+def test_a_machine_that_stands_still() -> None:
+    """A sleep that ends much too late is noted, one that is a little late is not."""
+    now, late = 0.0, iter([0.0, 0.2, 5.0, 0.0])
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + next(late)
+
+    watch = Watch(lambda: now, sleep)
+    for _ in range(4):
+        watch.look()
+    [(begun, over)] = watch.still
+    assert watch.seconds == over - begun > 5.0
+    assert watch.stood_still(0.0, begun)
+    assert watch.stood_still(over - 1.0, over + 9.0)
+    assert not watch.stood_still(over + 0.01, over + 9.0)
