@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--per-category", type=int, default=3, help="prompts for the other engines")
     arguments.add_argument("--rivals", nargs="+", choices=RIVALS.values(), default=list(RIVALS.values()))
     arguments.add_argument(
-        "--rival-python", default=sys.executable, help="interpreter that has llama-cpp-python and openvino-genai"
+        "--rival-python",
+        default=sys.executable,
+        help="interpreter that has llama.cpp (see docs/benchmarks.md) and openvino-genai",
     )
     arguments.add_argument("--gguf", default="", help="file of the model for engines that read GGUF")
     arguments.add_argument("--lookup-tokens", type=int, default=10, help="of transformers' prompt look-up")

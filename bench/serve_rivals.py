@@ -56,6 +56,14 @@ class Match:
         seconds = sum(each.seconds for each in chosen)
         return sum(len(each.token_ids) for each in chosen) / seconds if seconds else math.nan
 
+    def hear(self, name: str, prompt: Prompt, answer: Answer) -> None:
+        """Ask an engine; one that gives up is out of the match, with what it said so far."""
+        try:
+            self.answers.setdefault(name, []).append(Timed(prompt, *answer(prompt)))
+        except RivalError as error:
+            self.absent[name] = str(error)
+            del self.answers[name]
+
     @property
     def categories(self) -> list[str]:
         return list(dict.fromkeys(each.prompt.category for each in self.answers.get(OURS, ())))
@@ -87,7 +95,8 @@ def play(
     for index, prompt in enumerate(prompts):
         shift = index % len(names)
         for name in chain(names[shift:], names[:shift]):
-            match.answers.setdefault(name, []).append(Timed(prompt, *engines[name](prompt)))
+            if name not in match.absent:
+                match.hear(name, prompt, engines[name])
         print(f"\r{index + 1}/{len(prompts)} prompts", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
