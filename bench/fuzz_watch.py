@@ -143,13 +143,13 @@ class Course:
     memory: list[float] = field(default_factory=list)
 
     def grown(self, begin: float, end: float) -> float:
-        """MB: the middle of the last third of a stretch over that of the second."""
+        """MB: the middle of the last third of a stretch over that of the second; 0 where nobody looked in one."""
         third = (end - begin) / 3
-        return self._median(end - third, end) - self._median(begin + third, end - third)
+        middle, last = self._held(begin + third, end - third), self._held(end - third, end)
+        return statistics.median(last) - statistics.median(middle) if middle and last else 0.0
 
-    def _median(self, begin: float, end: float) -> float:
-        found = [held for at, held in zip(self.times, self.memory, strict=True) if begin <= at < end]
-        return statistics.median(found) if found else 0.0
+    def _held(self, begin: float, end: float) -> list[float]:
+        return [held for at, held in zip(self.times, self.memory, strict=True) if begin <= at < end]
 
 
 def complaints(logs: Path) -> list[str]:
@@ -194,7 +194,7 @@ class Watch:
             course.memory.append(resident(self._pids[name]))
 
     def settle(self) -> None:
-        """From here on memory counts."""
+        """From here on what is held at rest counts."""
         self._first = {name: resident(pid) for name, pid in self._pids.items()}
 
     def grown(self, name: str, begin: float, end: float) -> float:
