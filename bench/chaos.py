@@ -204,9 +204,10 @@ def _tell_stalls(report: Report, course: Course, watch: Watch) -> None:
     """Stalls of the faults during which the machine ran, and of all."""
     ran = [fault for fault in course.faults if not watch.stood_still(fault.at, fault.over)]
     for name, faults in _groups(ran).items():
-        table = _table(name, course, faults)
-        print(table)
-        report.details[name] = table.details()
+        if faults:
+            table = _table(name, course, faults)
+            print(table)
+            report.details[name] = table.details()
     report.details["faults"] = _faults(course, watch)
     troubles = [fault for fault in ran if fault in course.troubles]
     stalls, calm = course.stalls(troubles), course.stalls([fault for fault in ran if fault not in course.troubles])
