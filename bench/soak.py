@@ -16,7 +16,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from random import Random
 from typing import Any
 
@@ -50,6 +50,16 @@ async def run(options: argparse.Namespace, lab: Lab, targets: Sequence[str], rep
     before, figures = lab.rest(), lab.metrics()
     mix = Mix(targets, options.clients, rng, greedy=greedy)
     began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if options.json:  # half an hour is long: what there is so far
+            so_far = Report(f"{report.benchmark} (under way)")
+            with redirect_stdout(None):
+                _growing(so_far, lab, mix, max(1.0, time.monotonic() - began) / 60)
+                so_far.finish(options.json)
+
+    lab.say = say
     _, turns = await _loaded(mix, lab.watch(seconds), lab.churn(options.churn, seconds))
     took = time.monotonic() - began
     busy, tokens = (
@@ -57,6 +67,21 @@ async def run(options: argparse.Namespace, lab: Lab, targets: Sequence[str], rep
         for name in ("verifier_forward_seconds", "generation_tokens")
     )
     left, quiet = await lab.back(before, KEEP_SECONDS + REST_SECONDS)
+    _growing(report, lab, mix, took / 60)
+    report.details["left_behind"] = left
+    report.details["keys_before"], report.details["keys_after"] = before.keys, lab.rest().keys
+    report.add("tokens delivered", round(tokens))
+    report.add("verifier in forwards", busy / took, "of time")
+    report.add("speculators replaced", turns)
+    report.add("keys in Redis before", sum(before.keys.values()))
+    report.add("most keys in Redis", lab.most_keys)
+    report.add("keys in Redis after", sum(report.details["keys_after"].values()))
+    report.add("back as before within", quiet, "s")
+    report.add("left behind", ", ".join(left) or "nothing", "", "nothing", not left)
+
+
+def _growing(report: Report, lab: Lab, mix: Mix, minutes: float) -> None:
+    """Add what was asked in so many minutes, and how the processes have grown meanwhile."""
     courses = lab.courses
     table = Table.of("process", COLUMNS, courses, lambda name: courses[name].row)
     print(table)
@@ -65,29 +90,19 @@ async def run(options: argparse.Namespace, lab: Lab, targets: Sequence[str], rep
         name: [round(each, 1) for each in course.memory[::10]] for name, course in courses.items()
     }
     report.details["requests"] = dict(mix.counts)
-    report.details["slow_starts"] = lab.slow_starts[:20]
-    report.details["unexpected"], report.details["left_behind"] = mix.unexpected[:20], left
-    report.details["keys_before"], report.details["keys_after"] = before.keys, lab.rest().keys
-    report.add("minutes", took / 60)
+    report.details["slow_starts"], report.details["unexpected"] = lab.slow_starts[:20], mix.unexpected[:20]
+    report.add("minutes", minutes)
     report.add("requests", mix.counts.total())
-    report.add("requests per second", mix.counts.total() / took)
-    report.add("tokens delivered", round(tokens))
-    report.add("verifier in forwards", busy / took, "of time")
-    report.add("speculators replaced", turns)
-    report.add("of these not linked in time", len(lab.slow_starts))
+    report.add("requests per second", mix.counts.total() / (60 * minutes))
+    report.add("speculators not linked in time", len(lab.slow_starts))
     report.add("unexpected outcomes", len(mix.unexpected), "", "0", not mix.unexpected)
     for name, course in courses.items():
         memory, files = course.slopes()
         for what, value, unit, most in (("memory", memory, "MB/min", STEEPEST), ("descriptors", files, "/min", 1.0)):
-            if options.minutes >= LEAST_MINUTES:
+            if minutes >= LEAST_MINUTES:
                 report.add(f"{name}: {what}", value, unit, f"< {most:g}", value < most)
             else:
                 report.add(f"{name}: {what}", value, unit)
-    report.add("keys in Redis before", sum(before.keys.values()))
-    report.add("most keys in Redis", lab.most_keys)
-    report.add("keys in Redis after", sum(report.details["keys_after"].values()))
-    report.add("back as before within", quiet, "s")
-    report.add("left behind", ", ".join(left) or "nothing", "", "nothing", not left)
 
 
 def _growth(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]], name: str) -> float:
@@ -133,7 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("soak: what load leaves behind")
     with ExitStack() as open_:
         redis, kv = (open_.enter_context(EmbeddedRedis()) for _ in range(2))
-        servers = {name: Redis.from_url(each.url) for name, each in zip(SERVERS, (redis, kv), strict=True)}
+        servers = {
+            name: Redis.from_url(each.url, socket_timeout=60.0)
+            for name, each in zip(SERVERS, (redis, kv), strict=True)
+        }
         cache = servers[SERVERS[1]]
         cache.config_set("maxmemory", KV_REDIS_BYTES)
         cache.config_set("maxmemory-policy", "allkeys-lru")
@@ -151,16 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     speculator_options={"kv_tokens": options.kv_tokens},
                 )
             )
-            asyncio.run(run(options, Lab(stack, servers, say), stack.targets, report))
+            asyncio.run(run(options, Lab(stack, servers), stack.targets, report))
         except GraftreeError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
     return report.finish(options.json)
-
-
-def say(line: str) -> None:
-    """How it goes, at once."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":
