@@ -81,10 +81,8 @@ def _guarded(handler: Any, method: str) -> Any:
     behaviour, build = kinds[handler.request_streaming, handler.response_streaming]
     reads = _Messages if handler.request_streaming else _message
     if inspect.isasyncgenfunction(behaviour):
-        wrapped: Behaviour = _generator(behaviour, reads, method)
-    else:
-        wrapped = _coroutine(behaviour, reads, method)
-    return build(wrapped, _reader(handler.request_deserializer), handler.response_serializer)
+        behaviour = _writing(behaviour)
+    return build(_call(behaviour, reads, method), _reader(handler.request_deserializer), handler.response_serializer)
 
 
 def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -128,35 +126,34 @@ class _Messages:
         return _message(await anext(self._requests))
 
 
-def _coroutine(behaviour: Behaviour, reads: Callable[[Any], Any], method: str) -> Behaviour:
-    async def call(request: Any, context: Any) -> Any:
-        try:
-            return await behaviour(reads(request), context)
-        except Exception as error:
-            await _refuse(error, context, method)
+def _writing(generator: Behaviour) -> Behaviour:
+    """A method that yields its answers as one that writes them: a write that fails is then seen here."""
+
+    async def call(request: Any, context: Any) -> None:
+        async with contextlib.aclosing(generator(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
 
     return call
 
 
-def _generator(behaviour: Behaviour, reads: Callable[[Any], Any], method: str) -> Behaviour:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+def _call(behaviour: Behaviour, reads: Callable[[Any], Any], method: str) -> Behaviour:
+    async def call(request: Any, context: Any) -> Any:
         try:
-            # The inner one is closed with this one, not when the collector finds it.
-            async with contextlib.aclosing(behaviour(reads(request), context)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await _refuse(error, context, method)
+            try:
+                return await behaviour(reads(request), context)
+            except Exception as error:
+                await _refuse(error, context, method)
+        except grpc.aio.InternalError as error:  # a write or an answer failed: the caller has left
+            raise asyncio.CancelledError from error
 
     return call
 
 
 async def _refuse(error: Exception, context: Any, method: str) -> None:
     """End the call; what has ended it already goes on."""
-    if isinstance(error, grpc.aio.AbortError):
+    if isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError):
         raise error
-    if isinstance(error, grpc.aio.InternalError):  # a write or read failed: the caller has left
-        raise asyncio.CancelledError from error
     if context.done():
         log.debug("a call failed behind its end", method=method, exc_info=error)
     elif isinstance(error, GraftreeError):
