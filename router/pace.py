@@ -24,7 +24,10 @@ ENOUGH = 3
 RARELY, NOTHING = 8, 0.1
 AT_ONCE = 1 << 20
 ALONE = 1.5  # sequences a step, on average, below which a session has the verifier to itself
-_TABLES = 8
+# Rows and sequences of a step that are looked at one by one. Beyond them a row more costs what the last one did, so a
+# step is taken for one of so many, with its tokens in proportion.
+MOST_ROWS, MOST_SEQUENCES = 512, 1024
+_TABLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +80,19 @@ class Pace:
         """What the others among `sequences` bring, if they are like those known here; else like `own`."""
         mine = self._shares.get(wire_id, Others())
         count = len(self._shares) - (wire_id in self._shares)
-        wanted = max(0.0, sequences - 1.0)
-        if not count:
-            return Others(round(wanted * own.rows), wanted * own.tokens, round(wanted * own.context))
-        share = wanted / count
-        return Others(
-            round(share * (self._rows - mine.rows)),
-            share * (self._tokens - mine.tokens),
-            round(share * (self._context - mine.context)),
-        )
+        share = max(0.0, sequences - 1.0)
+        all_of_them = own
+        if count:
+            share /= count
+            all_of_them = Others(self._rows - mine.rows, self._tokens - mine.tokens, self._context - mine.context)
+        if share * all_of_them.rows > MOST_ROWS:
+            share = MOST_ROWS / all_of_them.rows
+        return Others(round(share * all_of_them.rows), share * all_of_them.tokens, round(share * all_of_them.context))
 
     # What a step takes.
 
     def table(self, step_time: StepTime | None, sequences: int, context: int) -> StepTable:
-        """Step time by rows at a load; `context` counts to within an eighth.
+        """Step time by rows at a load; `sequences` and `context` count to within an eighth.
 
         Args:
             step_time: the verifier's word; None = it has not said.
@@ -101,8 +103,7 @@ class Pace:
             step_time = self._own
         if step_time is not self._step_time:
             self._adopt(step_time)
-        step = 1 << max(4, context.bit_length() - 4)
-        context = context // step * step
+        sequences, context = _rounded(sequences, 1), _rounded(context, 16)
         table = self._tables.get((sequences, context))
         if table is None:
             if len(self._tables) >= _TABLES:
@@ -271,7 +272,7 @@ class Rounds:
             return
         self._step_seconds = max(timings.forward_ns / 1e9, 1e-9)
         self._tokens.observe(tokens)
-        sequences = max(1, verdict.batch_sessions)
+        sequences = min(max(1, verdict.batch_sessions), MOST_SEQUENCES)
         self.sequences.observe(sequences)
         if sequences == 1 and timings.forward_ns:
             table = self.pace.table(step_time, 1, sent.context)
@@ -280,3 +281,9 @@ class Rounds:
 
     def close(self) -> None:
         self.pace.leave(self.wire_id)
+
+
+def _rounded(number: int, least: int) -> int:
+    """Down to within an eighth, and to a multiple of `least`, a power of two."""
+    step = max(least, 1 << max(0, number.bit_length() - 4))
+    return number // step * step

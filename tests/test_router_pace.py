@@ -6,7 +6,18 @@ import pytest
 
 from graftree.step_time import StepTime
 from graftree.v1.verification_pb2 import Verdict
-from router.pace import AT_ONCE, ENOUGH, FIRST_GUESS, RARELY, Others, Pace, Rounds, Sent
+from router.pace import (
+    AT_ONCE,
+    ENOUGH,
+    FIRST_GUESS,
+    MOST_ROWS,
+    MOST_SEQUENCES,
+    RARELY,
+    Others,
+    Pace,
+    Rounds,
+    Sent,
+)
 
 STEPS = StepTime((1, 16, 64), (0.06, 0.06, 0.24), per_sequence=0.001, per_context_token=1e-6)
 NONE: frozenset[str] = frozenset()
@@ -153,3 +164,25 @@ def test_a_session_shares_its_step() -> None:
     assert costs.step(6) == pytest.approx(STEPS.seconds(16, 2, 288))
     other.close()
     assert mine.costs(STEPS, 100, NONE).rows == 2  # nobody known: as itself
+
+
+def test_what_others_bring_is_bounded() -> None:
+    """However many sessions a verifier says it has, tables stay small; tokens shrink with the rows."""
+    pace = Pace()
+    found = pace.others("me", 2.0**31, Others(16, 2.0, 100))
+    assert found.rows == MOST_ROWS
+    assert found.tokens == pytest.approx(MOST_ROWS / 8)
+    rounds = Rounds(pace, "a")
+    play(rounds, 5, sessions=1 << 31)
+    assert rounds.sequences.value <= MOST_SEQUENCES
+    costs = rounds.costs(STEPS, 100, NONE)
+    costs.step(16)
+    assert len(costs.table.seconds) < 2 * MOST_ROWS
+
+
+def test_loads_that_hardly_differ_share_a_table() -> None:
+    """Sequences and context count to within an eighth: a table is not made anew for each."""
+    pace = Pace()
+    tables = {id(pace.table(STEPS, sequences, 10_000 + sequences)) for sequences in range(224, 256)}
+    assert len(tables) <= 3
+    assert pace.table(STEPS, 3, 0) is not pace.table(STEPS, 4, 0)

@@ -61,6 +61,35 @@ def test_only_those_worth_waiting_for_are_waited_for() -> None:
     assert made.wait(3, 0) == pytest.approx(2 * MS, rel=1e-6)
 
 
+def test_no_wait_is_longer_than_a_forward() -> None:
+    """Sessions that are due one behind the other, and never come, together delay a forward by one at most."""
+    made = Gathering()
+    made.ran(20 * MS)
+    for index in range(64):
+        made.answered("x", 0)
+        made.returned("x", (index + 1) * 9 * MS)
+        made._turns[f"s{index}"] = (index + 1) * 9.0 * MS
+        made.answered(f"s{index}", 0)
+    now = 0
+    while wait := made.wait(1, now):
+        now += wait
+    assert 9 * MS <= now <= 21 * MS
+    made.began()
+    assert made.wait(1, 0) > 0
+
+
+def test_a_forward_out_of_the_ordinary_is_not_believed() -> None:
+    """A machine that stood still for a minute does not make sessions wait for seconds, neither first nor later."""
+    for history in ([20, 20, 60_000, 20], [60_000, 20, 20]):
+        made = gathering(3 * MS, "a", forward=history[0] * MS)
+        for milliseconds in history[1:]:
+            made.ran(milliseconds * MS)
+        now = 0
+        while wait := made.wait(1, now):
+            now += wait
+        assert now <= 40 * MS
+
+
 def test_nobody_is_waited_for_without_cause() -> None:
     """Not where nobody could run, nobody is away, no forward was seen, or whoever was away has gone."""
     made = gathering(3 * MS, "a")

@@ -192,6 +192,7 @@ class Engine:
         shares = self._reservations.fit(planned, self._park)
         if not shares:
             return bool(planned)
+        self._gathering.began()
         span = self._spans.step(shares)
         started, context = self._clock(), sum(share.session.cached for share in shares)
         try:
