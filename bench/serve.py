@@ -86,10 +86,15 @@ def chosen(options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, list[
     return by_category
 
 
-def measure(service: Service, options: argparse.Namespace, speculators: Sequence[str], out: report.Report) -> None:
+def measure(
+    service: Service,
+    options: argparse.Namespace,
+    speculators: Sequence[str],
+    tokenizer: Tokenizer,
+    by_category: dict[str, list[Prompt]],
+    out: report.Report,
+) -> None:
     """The sections that are wanted."""
-    tokenizer = Tokenizer.load(options.model)
-    by_category = chosen(options, tokenizer)
     service.warm_up()
     if "speculation" in options.sections:
         cells = serve_cells.measure(service, by_category, options.concurrency, turns=options.turns)
@@ -109,8 +114,10 @@ def main(arguments: Sequence[str] | None = None, *, in_process: bool = False) ->
         options.concurrency = [1, 4]
         options.categories = options.categories or ["translation", "qa"]
     out, speculators = report.Report("serve"), given(options)
+    tokenizer = Tokenizer.load(options.model)
+    by_category = chosen(options, tokenizer)
     with serving(options, in_process=in_process, prefix_cache=False) as (_, service):
-        measure(service, options, speculators, out)
+        measure(service, options, speculators, tokenizer, by_category, out)
     out.details["speculators"] = speculators
     return out.finish(options.json)
 

@@ -77,7 +77,7 @@ class LocalStack:
         router_options: Mapping[str, Any] | None = None,
         verifier_options: Mapping[str, Any] | None = None,
         speculator_options: Mapping[str, Any] | None = None,
-        start_seconds: float = 120.0,
+        start_seconds: float = 300.0,
         log_directory: str | Path | None = None,
         client_options: Mapping[str, Any] | None = None,
         notify: Callable[[str], None] | None = None,
