@@ -66,7 +66,7 @@ KINDS: tuple[tuple[Victim, How], ...] = (
 )
 # A pod that stands still is given up within the time in which one that died is replaced.
 ROUTER = {
-    "step_timeout_seconds": 1.5,
+    "step_timeout_seconds": 1.0,
     "lease_seconds": 1.5,
     "connect_timeout_seconds": 2.0,
     "drain_seconds": 3.0,
