@@ -92,7 +92,7 @@ class Records:
                 async with asyncio.timeout(PATIENCE_SECONDS[committer.degraded]):
                     await self._store.ping()
             except (Unavailable, TimeoutError):
-                committer.adopt(wanted)
+                committer.adopt(wanted, seen=False)
                 return wanted
         return await self._take_over(wanted, seeded, after, remembers=remembers)
 

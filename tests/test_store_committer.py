@@ -366,6 +366,58 @@ async def test_a_lost_reply(quick: Bench) -> None:
     assert await quick.committer.commit(Commit("s-1", 1, 3, (10,), finished=True)) is DURABLE
 
 
+async def test_begun_again_over_its_own_record(bench: Bench) -> None:
+    """Writes time out after they were applied, and the session begins again without having seen its record: what is
+    there already counts as written, what lies behind is appended once."""
+    committer = bench.committer
+    bench.store.reply_error = Unavailable("timed out")
+    assert await committer.create(record()) is DURABLE
+    assert await committer.commit(Commit("s-1", 1, 0, (7, 8, 9))) is DEGRADED
+    assert await bench.tokens() == (7, 8, 9)
+    committer.adopt(record(salt=5), seen=False)
+    bench.store.reply_error = None
+    await bench.recovered()
+    for length, tokens in enumerate([(), (7,), (8,)]):
+        assert await committer.commit(Commit("s-1", 1, max(0, length - 1), tokens)) is DURABLE
+        assert await bench.tokens() == (7, 8, 9)
+    assert await committer.commit(Commit("s-1", 1, 2, (9, 10))) is DURABLE
+    assert await committer.commit(Commit("s-1", 1, 4, (11,), finished=True)) is DURABLE
+    assert await bench.store.load("s-1") == record(token_ids=(7, 8, 9, 10, 11), finished=True)
+    assert committer.sessions_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "finished"),
+    [
+        ({}, (7, 6), False),
+        ({}, (6, 8, 9), False),
+        ({}, (7,), True),
+        ({"prompt_token_ids": (1, 2)}, (7, 8, 9), False),
+        ({"parameters": b"others"}, (7,), False),
+        ({"seed": 4}, (), False),
+    ],
+)
+async def test_begun_again_as_another(
+    bench: Bench, changes: dict[str, object], tokens: tuple[int, ...], finished: bool
+) -> None:
+    """Other tokens, an earlier end and another request are conflicts: the record stays as it is."""
+    await bench.store.create(record(), 10)
+    await bench.store.commit([Commit("s-1", 1, 0, (7, 8))], 10)
+    bench.committer.adopt(record(**changes), seen=False)
+    with pytest.raises(Stale, match="the record has 2"):
+        await bench.committer.commit(Commit("s-1", 1, 0, tokens, finished=finished))
+    assert await bench.store.load("s-1") == record(token_ids=(7, 8))
+
+
+async def test_begun_again_under_a_later_epoch(bench: Bench) -> None:
+    """A session that was taken over meanwhile is lost to one who begins it again without having seen that."""
+    await bench.store.create(record(), 10)
+    await bench.store.acquire("s-1", "router-b", 10, force=True)
+    bench.committer.adopt(record(), seen=False)
+    with pytest.raises(LeaseLost):
+        await bench.committer.commit(Commit("s-1", 1, 0, ()))
+
+
 async def test_patience(quick: Bench) -> None:
     """A server that does not answer holds a commit no longer than the patience; a late answer mends it."""
     committer = quick.another(patience_seconds=0.01)

@@ -119,19 +119,27 @@ class Committer:
                 self._drop(session)
                 raise
             else:
-                session.saved = session.length
+                session.saved, session.seen = session.length, True
                 session.touched = _now()
                 return Durability.DURABLE
         self._mark(session)
         return Durability.DEGRADED
 
-    def adopt(self, record: SessionRecord) -> None:
-        """Look after a session that was acquired (`SessionStore.acquire`). Raises ResourceExhausted."""
+    def adopt(self, record: SessionRecord, *, seen: bool = True) -> None:
+        """Look after a session that was acquired (`SessionStore.acquire`), or is to be as far as anyone can tell.
+
+        Args:
+            seen: Redis has this very record. Otherwise it is written where there is none, and one of the same
+                request, owner and epoch is gone on with, however many of its tokens are there.
+
+        Raises:
+            ResourceExhausted: `capacity` sessions are held.
+        """
         old = self._sessions.get(record.session_id)
         if old is not None:
             self._drop(old)
-        session = self._hold(HeldSession.of(record, saved=len(record.token_ids)))
-        session.finish_saved = record.finished
+        session = self._hold(HeldSession.of(record, saved=len(record.token_ids) if seen else 0))
+        session.finish_saved, session.seen = record.finished, seen
 
     async def commit(self, commit: Commit) -> Durability:
         """Append to a session's output; returns when its round trip is done, or at once during an outage.
@@ -318,6 +326,8 @@ class Committer:
             for index, outcome in zip(lost, await self.store.commit(whole, self._lease), strict=True):
                 outcomes[index] = outcome
                 self.sessions_restored += outcome is None
+        pairs = zip(shares, outcomes, strict=True)
+        self.sessions_restored += sum(share.commit.record is not None and outcome is None for share, outcome in pairs)
         return outcomes
 
     def _acknowledge(self, share: Share) -> None:
@@ -365,6 +375,6 @@ def _now() -> float:
 
 def _is_lost(share: Share, outcome: GraftreeError | None) -> bool:
     """Redis has no record of a session that it had acknowledged, or less of it: an empty restart or a failover."""
-    if share.session.record is None or isinstance(outcome, LeaseLost):
+    if share.session.record is None or share.commit.record is not None or isinstance(outcome, LeaseLost):
         return False
     return isinstance(outcome, NotFound | Stale)

@@ -34,6 +34,7 @@ class HeldSession:
     touched: event loop time of the last acknowledged write.
     waiters: of commits that no round trip has taken yet.
     error: why it cannot go on here.
+    seen: its record is or was in Redis, by Redis' own word.
     """
 
     session_id: str
@@ -49,6 +50,7 @@ class HeldSession:
     waiters: list[Waiter] = field(default_factory=list)
     error: GraftreeError | None = None
     log_probs: bytearray = field(default_factory=bytearray)
+    seen: bool = False
 
     @classmethod
     def of(cls, record: SessionRecord, *, saved: int) -> HeldSession:
@@ -81,7 +83,11 @@ class HeldSession:
         """What Redis lacks; may be no tokens."""
         first = self.saved - self.base
         tokens, log_probs = tuple(self.output[first:]), self._log_probs(first, len(self.output))
-        return Commit(self.session_id, self.epoch, self.saved, tokens, self.finished, self.owner, log_probs=log_probs)
+        commit = Commit(
+            self.session_id, self.epoch, self.saved, tokens, self.finished, self.owner, log_probs=log_probs
+        )
+        # Nobody knows what is there: not to be mixed with what another request left.
+        return commit if self.seen or self.record is None else self.whole(commit)
 
     def whole(self, commit: Commit) -> Commit:
         """All that Redis would have after `commit`, with the record: for a Redis that lost it."""
@@ -100,6 +106,7 @@ class HeldSession:
         self.saved = max(self.saved, commit.length + len(commit.token_ids))
         self.finish_saved = self.finish_saved or commit.finished
         self.touched = now
+        self.seen = True
 
 
 @dataclass(frozen=True)

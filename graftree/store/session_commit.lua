@@ -1,7 +1,8 @@
 -- Appends tokens if (epoch, length) are the record's own: compare and set. Renews the lease.
 -- A repeat is answered as the first was: tokens that are there already, from the same length on, are not appended
--- again. With a whole record in ARGV[9...] it is written where there is none, as after an empty restart. Log probabilities
--- are as many bytes for each token, or none at all.
+-- again. With a whole record in ARGV[9...] it is written where there is none, as after an empty restart; where there is
+-- one of the same request it may have more tokens than these, as when its router begins again without having seen it. Log
+-- probabilities are as many bytes for each token, or none at all.
 -- KEYS: record, tokens, log probabilities.  ARGV: epoch, owner or '', length, tokens, finished, lease ms, ttl ms, log
 -- probabilities of the tokens, field, value, ...
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'finished')
@@ -21,7 +22,19 @@ local known = length - first
 if known < 0 then
   return { 'STALE', length / 4 }
 end
-if known > 0 and redis.call('GETRANGE', KEYS[2], first, length - 1) ~= string.sub(ARGV[4], 1, known) then
+if held[1] and #ARGV > 8 then
+  for index = 9, #ARGV, 2 do
+    local name = ARGV[index]
+    local same = name == 'salt' or name == 'epoch' or name == 'owner' or name == 'finished'
+    if not same and redis.call('HGET', KEYS[1], name) ~= ARGV[index + 1] then
+      return { 'STALE', length / 4 }
+    end
+  end
+  if length > last and ARGV[5] ~= '1' then
+    known = last - first
+  end
+end
+if known > 0 and redis.call('GETRANGE', KEYS[2], first, first + known - 1) ~= string.sub(ARGV[4], 1, known) then
   return { 'STALE', length / 4 }
 end
 if length < last then

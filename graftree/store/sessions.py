@@ -75,7 +75,8 @@ class Commit:
         finished: nothing follows.
         owner: if given, must be the record's owner too.
         record: if given, written (up to and with these tokens) where Redis has no record, as after an empty
-            restart; `length` is then 0 and `token_ids` the whole output.
+            restart; `length` is then 0 and `token_ids` the whole output. Where Redis has one of the same request
+            these may be the first of its tokens.
         log_probs: of these tokens, as many bytes for each; empty where the session has none.
     """
 
@@ -166,8 +167,8 @@ class SessionStore:
 
         Returns:
             One entry per commit: None = written; LeaseLost = another epoch or owner, or released; Stale = the
-            length is another, or the tokens there differ, or the session has finished; NotFound = no record;
-            Unavailable = Redis cannot write now.
+            length is another, or the tokens or the request there differ, or the session has finished; NotFound = no
+            record; Unavailable = Redis cannot write now.
 
         Raises:
             Unavailable: no reply: any of them may or may not have been written.
