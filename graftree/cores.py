@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -40,5 +39,5 @@ def _quota(cgroup: Path, unlimited: int) -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
         if quota > 0 and period > 0:
-            return math.ceil(quota / period)
+            return min(unlimited, -(-quota // period))
     return unlimited

@@ -25,6 +25,14 @@ def test_a_quota_counts_where_it_is_less_than_the_cores(tmp_path: Path, limit: s
     assert usable_cores(tmp_path) == cores
 
 
+@pytest.mark.parametrize("digits", [25, 400, 5000])
+@pytest.mark.usefixtures("two_cores")
+def test_a_quota_beyond_all_numbers_is_no_limit(tmp_path: Path, digits: int) -> None:
+    """More digits than a float or a conversion takes leave all the cores."""
+    (tmp_path / "cpu.max").write_text(f"{'9' * digits} 100000\n")
+    assert usable_cores(tmp_path) == 2
+
+
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 2), ("50000", 1), ("nonsense", 2)])
 @pytest.mark.usefixtures("two_cores")
 def test_the_older_control_groups_are_read_too(tmp_path: Path, quota: str, cores: int) -> None:
