@@ -105,7 +105,7 @@ class AdaptiveSteering(Steering):
     def pending(self, seats: Collection[SpeculatorSeat]) -> list[SpeculatorSeat]:
         """As `Steering.pending`: whose trees still grow."""
         trials = self.roster.trials
-        return [seat for seat in seats if not seat.complete and seat.kind not in trials]
+        return [seat for seat in seats if not seat.complete and seat.error is None and seat.kind not in trials]
 
     def budget(self, length: int, waited: float) -> Budget:
         """As `Steering.budget`: as many as give the most tokens per second."""

@@ -151,6 +151,7 @@ class Drafts:
             max_nodes=self._max_nodes,
             max_depth=self._max_depth,
             sink=self._merge,
+            gone=self._news.set,
             clock=self._steering.clock,
         )
 

@@ -23,6 +23,7 @@ class SpeculatorSeat:
         token_ids: prompt and output so far.
         max_nodes, max_depth: bounds of the living tree.
         sink: called with every delta; raises InvalidTree for one that breaks an invariant.
+        gone: called once it has failed.
         clock: monotonic seconds.
 
     Attributes:
@@ -47,6 +48,7 @@ class SpeculatorSeat:
         max_nodes: int,
         max_depth: int,
         sink: Sink,
+        gone: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self.link = link
@@ -57,7 +59,7 @@ class SpeculatorSeat:
         self._wire_id = wire_id
         self._max_nodes = max_nodes
         self._length = len(token_ids)
-        self._sink = sink
+        self._sink, self._gone = sink, gone
         self._clock = clock
         self._held: list[int] = []  # committed while it is paused, and not told
         self._committed_at: float | None = None  # an open's first delta says nothing about a commit's
@@ -130,6 +132,7 @@ class SpeculatorSeat:
 
     def failed(self, error: GraftreeError) -> None:
         self.error = error
+        self._gone()
 
     def drafted(self, delta: TreeDelta) -> None:
         current = delta.committed_length == self._length and not self.paused

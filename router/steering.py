@@ -101,7 +101,7 @@ class Steering(ABC):
 
     @abstractmethod
     def pending(self, seats: Collection[SpeculatorSeat]) -> list[SpeculatorSeat]:
-        """Of these, the ones worth waiting for."""
+        """Of these, the ones worth waiting for; none that has failed."""
 
     @abstractmethod
     def budget(self, length: int, waited: float) -> Taker:
@@ -143,7 +143,7 @@ class FixedSteering(Steering):
 
     def pending(self, seats: Collection[SpeculatorSeat]) -> list[SpeculatorSeat]:
         """As `Steering.pending`: those that tend to answer, and have not."""
-        return [seat for seat in self._prompt(seats) if not seat.answered]
+        return [seat for seat in self._prompt(seats) if not seat.answered and seat.error is None]
 
     def budget(self, length: int, waited: float) -> FixedBudget:
         """As `Steering.budget`."""

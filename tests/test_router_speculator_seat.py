@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from graftree.errors import Unavailable
 from graftree.sampling import GREEDY
 from graftree.v1.speculation_pb2 import DraftCommit, DraftOpen, TreeDelta
+from router.adaptive import AdaptiveSteering
+from router.drafts import Drafts
 from router.metrics import Metrics
+from router.priors import Priors
 from router.request import GenerationPlan
 from router.speculator_seat import SpeculatorSeat
+from router.steering import FixedSteering, Steering
 from router.stops import StopRules
-from tests.fakes import FakeSpeculator, FakeVerifier, plain
+from tests.fakes import FakeSpeculator, FakeVerifier, plain, wrong
 from tests.router_harness import PROMPT, harness
 
 
@@ -40,6 +46,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.now, self.link, self.heard = 0.0, Link(), list[TreeDelta]()
+        self.gone = asyncio.Event()
         plan = GenerationPlan(
             request_id="r",
             parameters=b"",
@@ -65,6 +72,7 @@ class Bench:
             max_nodes=32,
             max_depth=8,
             sink=lambda seat, delta: self.heard.append(delta),
+            gone=self.gone.set,
             clock=lambda: self.now,
         )
 
@@ -80,6 +88,44 @@ def test_commits_go_out_at_once() -> None:
     bench.seat.commit([7], living_nodes=99)
     bench.seat.commit([8])
     assert bench.told() == [([5, 6], 2, 12, False), ([7], 4, 32, False), ([8], 5, 0, False)]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_one_that_has_failed_is_not_waited_for(adaptive: bool) -> None:
+    """It says so at once, and is no longer among those worth waiting for."""
+    bench, metrics = Bench(), Metrics()
+    common: Any = {"most": 16, "longest_wait": 1.0, "clock": lambda: 0.0}
+    steering: Steering = (
+        AdaptiveSteering(Priors(), metrics, **common) if adaptive else FixedSteering(Priors(), **common)
+    )
+    bench.seat.latency = 0.01
+    assert steering.pending([bench.seat]) == [bench.seat]
+    bench.seat.failed(Unavailable("gone"))
+    assert bench.gone.is_set()
+    assert steering.pending([bench.seat]) == []
+
+
+async def test_a_wait_ends_with_its_speculator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step leaves once the only one that it waits for is gone, however long it was to wait."""
+    wait = Drafts.wait
+    monkeypatch.setattr(Drafts, "wait", lambda self, until: wait(self, until._replace(seconds=600.0)))
+    speculator, removing = FakeSpeculator(draft=wrong(1)), list[asyncio.Task[None]]()
+    async with harness(FakeVerifier(), speculator, adaptive=False, draft_wait_ms=1000.0) as stack:
+
+        def vanish(delta: TreeDelta) -> TreeDelta | None:
+            if delta.committed_length < len(PROMPT) + 8:
+                return delta
+            if not removing:
+                removing.append(asyncio.create_task(stack.remove(speculator)))
+            return None
+
+        speculator.script = vanish
+        async with asyncio.timeout(60):
+            result = await stack.client.generate(token_ids=PROMPT, max_new_tokens=30)
+        await asyncio.gather(*removing)
+        assert removing
+        assert stack.metrics.draft_waits == stack.metrics.draft_wins + 1
+        assert list(result.token_ids) == plain(PROMPT, 30)
 
 
 def test_a_paused_speculator_hears_nothing() -> None:
