@@ -12,6 +12,9 @@ from graftree.v1.verification_pb2 import Verdict, VerifyOpen, VerifyStep
 from router.links import VerifierLink
 from router.request import GenerationPlan
 
+LONGEST_STEP_NS = 3600 * 10**9  # nothing that a verdict tells the time of takes so long
+MOST_SESSIONS = 1 << 16  # of a step, where the verifier does not say how many it takes
+
 
 class VerifierSeat:
     """Sends steps and waits for their verdicts, one at a time.
@@ -121,9 +124,19 @@ class VerifierSeat:
         if self._answer is None or self._answer.done() or verdict.step != self._step:
             self.link.metrics.late_verdicts += 1
             return
+        self._check_figures(verdict)
         if not verdict.stale:
             self._check(verdict)
         self._answer.set_result(verdict)
+
+    def _check_figures(self, verdict: Verdict) -> None:
+        """Raises InvalidArgument for what no step can have: what is learnt and summed from it would stay wrong."""
+        for name in ("queue_ns", "forward_ns", "sample_ns", "total_ns"):
+            if (took := getattr(verdict.timings, name)) > LONGEST_STEP_NS:
+                raise InvalidArgument(f"verdict.timings.{name}", took, f"at most {LONGEST_STEP_NS}")
+        most = self.link.load.max_sessions or self.link.record.max_sessions or MOST_SESSIONS
+        if verdict.batch_sessions > most:
+            raise InvalidArgument("verdict.batch_sessions", verdict.batch_sessions, f"at most {most}")
 
     def _check(self, verdict: Verdict) -> None:
         """Raises InvalidArgument where the verdict does not follow from the tree it answers."""

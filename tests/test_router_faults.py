@@ -216,6 +216,55 @@ async def test_impossible_verdict_quarantines_the_verifier(change: Callable[[Ver
         assert len(verifiers[1].opened) == 1
 
 
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: setattr(v.timings, "queue_ns", 2**64 - 1),
+        lambda v: setattr(v.timings, "forward_ns", 2**63 - 1),
+        lambda v: setattr(v.timings, "sample_ns", 2**63),
+        lambda v: setattr(v.timings, "total_ns", 3600 * 10**9 + 1),
+        lambda v: setattr(v, "batch_sessions", 101),
+    ],
+    ids=["queue", "forward", "sample", "total", "sessions"],
+)
+async def test_figures_that_no_step_can_have_quarantine_the_verifier(
+    change: Callable[[Verdict], object], stale: bool
+) -> None:
+    """Over an hour, or more sessions than the verifier takes: the session is served by another one."""
+
+    def lie(verdict: Verdict) -> None:
+        change(verdict)
+        if stale:
+            verdict.stale = True
+            verdict.ClearField("token_ids")
+
+    verifiers = [FakeVerifier("v0"), FakeVerifier("v1")]
+    verifiers[0].script = at_step(3, _lie(lie))
+    async with harness(*verifiers, FakeSpeculator()) as stack:
+        await check(stack)
+        assert stack.metrics.quarantines == 1
+        assert stack.states()["v0"] == "quarantined"
+        assert len(verifiers[1].opened) == 1
+
+
+async def test_the_largest_figures_of_a_step_add_up() -> None:
+    """An hour in each of many steps, and as many sessions as the verifier takes, are believed."""
+
+    def slow(step: VerifyStep, verdict: Verdict) -> Verdict:
+        timings = verdict.timings
+        timings.queue_ns = timings.forward_ns = timings.sample_ns = timings.total_ns = 3600 * 10**9
+        verdict.batch_sessions = 100
+        return verdict
+
+    verifier = FakeVerifier()
+    verifier.script = slow
+    async with harness(verifier, FakeSpeculator()) as stack:
+        result = await check(stack)
+        assert stack.metrics.quarantines == 0
+        assert result.timings.verify_total_ns == len(verifier.steps) * 3600 * 10**9
+
+
 def _garbage(kind: str, delta: TreeDelta) -> TreeDelta:
     match kind:
         case "lengths":
