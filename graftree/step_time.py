@@ -11,7 +11,6 @@ arithmetic units, so it has plateaus and bends rather than one slope.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from graftree.v1 import verification_pb2
 
 MAX_KNOTS = 64
+LEAST_SECONDS, MOST_SECONDS = 1e-7, 3600.0  # of a step; the other terms may be 0
+
+_LIMIT = f"{LEAST_SECONDS:g} to {MOST_SECONDS:g}"
 
 # A hundredth of a relative error of 1 pulls the increments of the curve together where samples leave them open.
 _RIDGE = 1e-4
@@ -54,8 +56,9 @@ class StepTime:
 
     Attributes:
         rows: (K,) numbers of rows, strictly ascending, from 1.
-        curve: (K,) seconds at each, for one sequence without context; positive, never falling. Between them the
-            curve is linear, before the first it is constant, behind the last it goes on with the last slope.
+        curve: (K,) seconds at each, for one sequence without context; LEAST_SECONDS to MOST_SECONDS, never falling.
+            Between them the curve is linear, before the first it is constant, behind the last it goes on with the
+            last slope.
         per_sequence: seconds for each sequence beyond the first.
         per_context_token: seconds for each cached token.
         per_row_context: seconds for each row and each cached token that it sees: as many as a sequence has on
@@ -77,11 +80,10 @@ class StepTime:
         _check("rows", self.rows, self.rows[0] >= 1 and all(a < b for a, b in steps), "ascending, from 1")
         _check("seconds", self.curve, len(self.curve) == len(self.rows), "one for each number of rows")
         rises = all(a <= b for a, b in pairwise(self.curve))
-        finite = all(map(math.isfinite, self.curve))
-        _check("seconds", self.curve, self.curve[0] > 0 and finite and rises, "positive and never falling")
+        _check("seconds", self.curve, rises and all(map(_is_step, self.curve)), f"{_LIMIT} and never falling")
         for name in ("per_sequence", "per_context_token", "per_row_context"):
             value = getattr(self, name)
-            _check(f"seconds_{name}", value, math.isfinite(value) and value >= 0, "at least 0")
+            _check(f"seconds_{name}", value, 0 <= value <= MOST_SECONDS, f"0 to {MOST_SECONDS:g}")
 
     def seconds(self, rows: int, sequences: int = 1, context: int = 0) -> float:
         """Predicted time of a step of `rows` packed rows over `sequences` sequences with `context` cached tokens."""
@@ -90,8 +92,8 @@ class StepTime:
 
     @classmethod
     def flat(cls, seconds: float) -> StepTime:
-        """A step that takes the same whatever is in it."""
-        return cls((1,), (seconds,))
+        """A step that takes the same, as far as a step can, whatever is in it."""
+        return cls((1,), (_bounded(seconds),))
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], *, knots: Sequence[int] | None = None) -> StepTime:
@@ -110,6 +112,7 @@ class StepTime:
         _check("samples", 0, bool(samples), "at least one")
         times = np.array([sample.seconds for sample in samples])
         _check("samples.seconds", float(times.min()), bool(np.all(np.isfinite(times) & (times > 0))), "above 0")
+        times = np.clip(times, LEAST_SECONDS, MOST_SECONDS)
         places = _thin(sorted(set(knots or (max(1, sample.rows) for sample in samples))))
         columns = [np.ones(len(samples))]
         rows = np.array([sample.rows for sample in samples], float)
@@ -120,8 +123,8 @@ class StepTime:
         found = _non_negative(np.stack(columns, axis=1) / times[:, None], np.ones(len(samples)))
         floor = float(times.min()) * 1e-3  # everything may have been explained by the other terms
         heights = [max(float(height), floor) for height in np.cumsum(found[: len(places)])]
-        curve = tuple(_in_parts(places, heights))
-        return cls(tuple(places), curve, *(float(value) for value in found[len(places) :]))
+        curve = tuple(map(_bounded, _in_parts(places, heights)))
+        return cls(tuple(places), curve, *(min(float(value), MOST_SECONDS) for value in found[len(places) :]))
 
     def scaled(self, factors: Sequence[tuple[int, float]]) -> StepTime:
         """The whole model times a factor that depends on the rows.
@@ -139,10 +142,10 @@ class StepTime:
         return replace(
             self,
             rows=tuple(bends),
-            curve=tuple(float(height) for height in np.maximum.accumulate(heights)),
-            per_sequence=self.per_sequence * mean,
-            per_context_token=self.per_context_token * mean,
-            per_row_context=self.per_row_context * mean,
+            curve=tuple(_bounded(float(height)) for height in np.maximum.accumulate(heights)),
+            per_sequence=min(self.per_sequence * mean, MOST_SECONDS),
+            per_context_token=min(self.per_context_token * mean, MOST_SECONDS),
+            per_row_context=min(self.per_row_context * mean, MOST_SECONDS),
         )
 
     def to_proto(self) -> verification_pb2.StepTime:
@@ -233,6 +236,14 @@ def _non_negative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float6
             x[~passive] = 0
         x = trial
     return np.asarray(x / scale)
+
+
+def _is_step(seconds: float) -> bool:
+    return LEAST_SECONDS <= seconds <= MOST_SECONDS  # not a number is neither
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
 
 
 def _check(field: str, value: object, holds: bool, limit: str) -> None:

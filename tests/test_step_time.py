@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from graftree.errors import InvalidArgument
-from graftree.step_time import MAX_KNOTS, Sample, StepTime
+from graftree.step_time import LEAST_SECONDS, MAX_KNOTS, MOST_SECONDS, Sample, StepTime
 from graftree.v1 import verification_pb2
 
 # Shapes a CPU and a GPU show: a plateau and a bend, a staircase, a straight line. Seconds by rows.
@@ -149,6 +149,13 @@ def test_wire_roundtrip() -> None:
         ({"rows": [1, 2], "seconds": [1.0, 0.5]}, "seconds"),
         ({"rows": [1], "seconds": [0.0]}, "seconds"),
         ({"rows": [1], "seconds": [math.nan]}, "seconds"),
+        ({"rows": [1, 2], "seconds": [1e-3, math.nan]}, "seconds"),
+        ({"rows": [1, 2], "seconds": [1e-300, 1.7e308]}, "seconds"),
+        ({"rows": [1, 2], "seconds": [1e-3, 3601.0]}, "seconds"),
+        ({"rows": [1], "seconds": [5e-324]}, "seconds"),
+        ({"rows": [1], "seconds": [9e-8]}, "seconds"),
+        ({"rows": [1], "seconds": [1.0], "seconds_per_sequence": 1.7e308}, "seconds_per_sequence"),
+        ({"rows": [1], "seconds": [1.0], "seconds_per_context_token": 3601.0}, "seconds_per_context_token"),
         ({"rows": [1], "seconds": [1.0], "seconds_per_sequence": -1.0}, "seconds_per_sequence"),
         ({"rows": [1], "seconds": [1.0], "seconds_per_context_token": math.inf}, "seconds_per_context_token"),
         ({"rows": [1], "seconds": [1.0], "seconds_per_row_context": math.nan}, "seconds_per_row_context"),
@@ -158,6 +165,25 @@ def test_figures_that_cannot_be_right_are_refused(fields: dict[str, object], nam
     """What arrives from the network is checked; the error names the field."""
     with pytest.raises(InvalidArgument, match=f"step_time.{named} "):
         StepTime.from_proto(verification_pb2.StepTime(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [5e-324, 1e-300, 1e-9, 1e9, 1.7e308])
+def test_samples_that_no_step_can_take_fit_the_nearest_that_one_can(seconds: float) -> None:
+    """A clock that stood still, or jumped, makes a model of finite figures that another pod accepts."""
+    for others in ([], [Sample(8, 4, 400, 0.01), Sample(64, 1, 900, 0.02)]):
+        model = StepTime.fit([Sample(1, 1, 0, seconds), Sample(16, 2, 100, seconds), *others])
+        assert StepTime.from_proto(model.to_proto()) == model
+        assert LEAST_SECONDS <= model.seconds(1) <= MOST_SECONDS
+        assert math.isfinite(model.seconds(512, 64, 1 << 20))
+    assert LEAST_SECONDS <= StepTime.flat(seconds).seconds(1) <= MOST_SECONDS
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1e12])
+def test_scaling_stays_within_what_a_step_can_take(factor: float) -> None:
+    """However wrong the model seems to be."""
+    model = StepTime((1, 8), (0.01, 0.02), 0.001, 1e-6, 1e-7).scaled([(1, factor)])
+    assert StepTime.from_proto(model.to_proto()) == model
+    assert {*model.curve} <= {LEAST_SECONDS, MOST_SECONDS}
 
 
 def test_nothing_is_no_fit() -> None:
