@@ -68,6 +68,11 @@ def _check_resume(request: pb.GenerateRequest) -> None:
     if not counts or lengths != list(counts):
         limit = f"as many as resume_after says, {list(counts)}" if counts else "unset without resume_after"
         raise InvalidArgument("recollection.samples", f"{lengths} tokens", limit)
+    most = request.stopping.max_new_tokens
+    for index, length in enumerate(lengths):
+        if request.stopping.HasField("max_new_tokens") and length > most:
+            limit = f"at most stopping.max_new_tokens, {most}"
+            raise InvalidArgument(f"recollection.samples[{index}].ids", f"{length} tokens", limit)
 
 
 def _check_stopping(stopping: pb.StoppingParams) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graftree.errors import GraftreeError
+from graftree.errors import InvalidArgument
 from graftree.tree import TokenTree
 from router.cut import Cut
 
@@ -22,10 +22,12 @@ class Recollection:
     Args:
         token_ids: the output that its client has.
         usual: nodes of the session's usual trees at most; 0 = it is decoded plainly, then this is too.
+        sample: its index, which errors name.
     """
 
-    def __init__(self, token_ids: Sequence[int], usual: int) -> None:
+    def __init__(self, token_ids: Sequence[int], usual: int, *, sample: int = 0) -> None:
         self._token_ids = tuple(token_ids)
+        self._field = f"recollection.samples[{sample}].ids"
         self._most = max(usual, LONGEST) if usual else 0
 
     def rest(self, length: int) -> int:
@@ -53,17 +55,14 @@ class Recollection:
         )
 
     def check(self, length: int, token_ids: Sequence[int]) -> None:
-        """Compare tokens behind the first `length`. Raises GraftreeError where they are others."""
+        """Compare tokens behind the first `length`. Raises InvalidArgument, which names the first that is another."""
         known = self._token_ids[length : length + len(token_ids)]
-        if tuple(token_ids[: len(known)]) != known:
-            raise GraftreeError(
-                f"the generation cannot be resumed: tokens from {length} on are others than its client has"
-            )
+        for index, (theirs, ours) in enumerate(zip(known, token_ids, strict=False), length):
+            if theirs != ours:
+                raise InvalidArgument(f"{self._field}[{index}]", theirs, f"{ours}, as the model says there")
 
     def check_end(self, length: int) -> None:
-        """The output ends after `length` tokens. Raises GraftreeError where the client has more."""
+        """The output ends after `length` tokens. Raises InvalidArgument where the client has more."""
         if length < len(self._token_ids):
-            raise GraftreeError(
-                f"the generation cannot be resumed: it ends after {length} tokens, its client has "
-                f"{len(self._token_ids)}"
-            )
+            limit = f"at most {length}: the answer ends there"
+            raise InvalidArgument(self._field, f"{len(self._token_ids)} tokens", limit)

@@ -76,7 +76,8 @@ class Session:
         self._figures = Figures(tools.clock_ns, arrived_ns)
         self._token_ids = list(plan.prompt_token_ids)
         self._stopper = Stopper(plan.stops, tools.detokenizer(plan.prompt_token_ids))
-        self._recollection = Recollection(plan.remembered[sample] if plan.remembered else (), plan.max_nodes)
+        remembered = plan.remembered[sample] if plan.remembered else ()
+        self._recollection = Recollection(remembered, plan.max_nodes, sample=sample)
         self._restored = self._restore()
         self._sample = sample
         self._sibling = sibling

@@ -120,6 +120,18 @@ def test_lost_after_any_event(count: int) -> None:
         assert first == second
 
 
+@pytest.mark.parametrize("field", ["recollection.samples[0].ids[1]", "recollection.samples[0].ids"])
+def test_what_it_remembers_is_not_the_models(field: str) -> None:
+    """Asking again would end the same way: the error is the caller's, with the field in it, after one try."""
+    refusal = says(InvalidArgument(field, 3, "4, as the model says there"))
+    with Turns(dies(3), refusal, whole) as service, Client(service.target, reconnect=QUICK) as client:
+        stream = client.stream("p")
+        with pytest.raises(InvalidArgument) as caught:
+            list(stream)
+        assert caught.value.field == field
+        assert len(service.requests) == 2
+
+
 def test_lost_before_the_seed_is_known() -> None:
     """Where the answer depends on a seed that the router was to draw, nothing can be said of it; each router is asked
     to go on, then each to begin."""

@@ -118,12 +118,15 @@ async def test_redis_is_away(back: str) -> None:
 
 @pytest.mark.parametrize("where", [0, 99])
 async def test_tokens_that_are_not_the_models(where: int) -> None:
-    """They end the request with an error that says from where on; none of them is committed."""
+    """They end the request with an error that names the first, and what the model says there; none of them is
+    committed."""
     wrong = [*KNOWN[:where], (KNOWN[where] + 1) % 512, *KNOWN[where + 1 : 120]]
     async with harness(FakeVerifier()) as stack, asking(stack.router) as ask:
         heard = recalling(ask, wrong)
-        with pytest.raises(GraftreeError, match="others than its client has"):
+        with pytest.raises(InvalidArgument) as caught:
             await heard.read()
+        assert caught.value.field == f"recollection.samples[0].ids[{where}]"
+        assert f"= {wrong[where]}: {KNOWN[where]}, as the model says there" in str(caught.value)
         assert heard.token_ids == []
         record = await SessionStore(stack.router.redis, ttl_seconds=9).load(IDENTIFIER)
         assert record is not None
@@ -132,10 +135,18 @@ async def test_tokens_that_are_not_the_models(where: int) -> None:
 
 
 async def test_tokens_behind_the_end() -> None:
-    """A client that has more than there can be is told where the answer ends."""
-    async with harness(FakeVerifier()) as stack, asking(stack.router) as ask:
-        with pytest.raises(GraftreeError, match="ends after 200 tokens, its client has 210"):
-            await recalling(ask, plain(PROMPT, 210)).read()
+    """A client that has more than there are is told where the answer ends; more than it asked for is refused before
+    anything is computed."""
+    verifier = FakeVerifier()
+    async with harness(verifier, default_max_new_tokens=20) as stack, asking(stack.router) as ask:
+        with pytest.raises(InvalidArgument, match=r"'210 tokens': at most stopping\.max_new_tokens, 200") as caught:
+            await recalling(ask, KNOWN[:9], plain(PROMPT, 210), temperature=1.0, n=2).read()
+        assert caught.value.field == "recollection.samples[1].ids"
+        assert not verifier.opened
+        recollection = pb.Recollection(seed=5, samples=[pb.TokenIds(ids=KNOWN[:30])])
+        with pytest.raises(InvalidArgument, match="'30 tokens': at most 20: the answer ends there") as caught:
+            await ask(after=[30], recollection=recollection, max_new_tokens=None).read()
+        assert caught.value.field == "recollection.samples[0].ids"
 
 
 async def test_a_verifier_without_room() -> None:
