@@ -41,6 +41,7 @@ class Generation:
         over: called once, when nothing will follow.
         caller: on whose behalf; `identifier` is in its scope.
         after: tasks of earlier generations under this id, which still hold its record.
+        admit: called where a request that may be one to resume starts anew; raises ResourceExhausted.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Generation:
         over: Callable[[Generation], None],
         caller: Caller = NOBODY,
         after: Sequence[asyncio.Task[None]] = (),
+        admit: Callable[[], None] | None = None,
     ) -> None:
         self.identifier = identifier
         self.events = EventLog()
@@ -66,7 +68,7 @@ class Generation:
         self._tools = tools
         self._over = over
         self._caller = caller
-        self._after = after
+        self._after, self._admit = after, admit
         self._readers = 0
         self._samples: Samples | None = None
         self.arrived_ns = tools.clock_ns()
@@ -118,6 +120,7 @@ class Generation:
                 self.arrived_ns,
                 seeded=seeded,
                 after=self._message.resume_after,
+                admit=self._admit,
             )
             await self._samples.run()
             self.finished = True

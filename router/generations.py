@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from random import Random
 
 from graftree.config import RouterConfig
@@ -105,14 +106,8 @@ class Generations:
             metrics.refused += 1
             retry = self.admission.retry_after()
             raise ResourceExhausted(f"{len(self._running)} requests are under way, the most this router takes", retry)
-        if not message.resume_after:  # what was taken in once is finished
-            self.admission.check(
-                message.stopping.max_new_tokens or self._config.default_max_new_tokens,
-                remaining,
-                running=len(self._running),
-                waiting=self.waiting,
-                samples=max(1, message.n),
-            )
+        if not message.resume_after:
+            self._admit(message, remaining)
         generation = Generation(
             identifier,
             message,
@@ -123,9 +118,20 @@ class Generations:
             over=self._over,
             caller=caller,
             after=[task for task, name in self._leaving.items() if name == identifier],
+            admit=partial(self._admit, message, remaining, counted=1) if message.resume_after else None,
         )
         self._running[identifier] = generation
         return generation
+
+    def _admit(self, message: GenerateRequest, remaining: float | None, counted: int = 0) -> None:
+        """Raises ResourceExhausted; `counted` generations are this request's own."""
+        self.admission.check(
+            message.stopping.max_new_tokens or self._config.default_max_new_tokens,
+            remaining,
+            running=len(self._running) - counted,
+            waiting=self.waiting - counted,
+            samples=max(1, message.n),
+        )
 
     async def drain(self) -> None:
         """Take no new requests; wait for those under way."""

@@ -10,6 +10,7 @@ record that is gone, or out of reach, is begun anew.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from graftree.errors import AlreadyExists, GraftreeError, Incompatible, LeaseLost, NotFound, Unavailable
@@ -34,7 +35,13 @@ class Records:
         self._tools = tools
 
     async def begin(
-        self, plan: GenerationPlan, *, sample: int = 0, seeded: bool, after: int | None = None
+        self,
+        plan: GenerationPlan,
+        *,
+        sample: int = 0,
+        seeded: bool,
+        after: int | None = None,
+        admit: Callable[[], None] | None = None,
     ) -> SessionRecord:
         """Create a sample's record, or take over the one that an earlier life of its request left.
 
@@ -42,6 +49,7 @@ class Records:
             plan: the sample's.
             seeded: its seed is the one that was asked for; else the seed of a record that is there counts.
             after: tokens of the sample that the client has; None = it may be a new one.
+            admit: called before a record is begun; what it raises is raised.
 
         Raises:
             AlreadyExists: the id belongs to another request.
@@ -63,8 +71,11 @@ class Records:
             owner=self._tools.config.pod_id,
             finished=False,
         )
-        if after is not None and (held := await self._resume(record, seeded, after, remembers=remembers)) is not None:
-            return held
+        admit = admit or _anyone
+        if after is not None:
+            held = await self._resume(record, seeded, after, remembers=remembers, admit=admit)
+            if held is not None:
+                return held
         # Later samples may not have been begun.
         if after is not None and not remembers and (sample == 0 or after > 0):
             seconds = self._tools.config.replay_seconds
@@ -72,6 +83,7 @@ class Records:
                 f"request_id = {public_id(plan.request_id)!r}: no such generation to resume; "
                 f"one that has ended can be resumed for {seconds:g} s"
             )
+        admit()
         try:
             await self._tools.committer.create(record)
         except AlreadyExists:
@@ -82,7 +94,7 @@ class Records:
         return record
 
     async def _resume(
-        self, wanted: SessionRecord, seeded: bool, after: int, *, remembers: bool
+        self, wanted: SessionRecord, seeded: bool, after: int, *, remembers: bool, admit: Callable[[], None]
     ) -> SessionRecord | None:
         """As `_take_over`. Where the client remembers its tokens and Redis is away the session begins anew, to be
         written when Redis is back; if another's record turns out to be there its next commit raises LeaseLost."""
@@ -92,6 +104,7 @@ class Records:
                 async with asyncio.timeout(PATIENCE_SECONDS[committer.degraded]):
                     await self._store.ping()
             except (Unavailable, TimeoutError):
+                admit()
                 committer.adopt(wanted, seen=False)
                 return wanted
         return await self._take_over(wanted, seeded, after, remembers=remembers)
@@ -131,6 +144,10 @@ class Records:
             return
         with suppress(GraftreeError):
             await self._tools.committer.release(record.session_id)
+
+
+def _anyone() -> None:
+    """Admits."""
 
 
 def _sample(session_id: str) -> int:

@@ -7,7 +7,7 @@ From then on each is a session like any other: its own trees, commits, failovers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graftree.observe.tracing import Span
@@ -29,6 +29,7 @@ class Samples:
         events: where the events of all samples go.
         arrived_ns: when the request came, by `Tools.clock_ns`.
         after: tokens of each sample that the client has; empty = it may be a new request.
+        admit: asked where the client has nothing and there is no record: the request is a new one.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Samples:
         *,
         seeded: bool,
         after: Sequence[int] = (),
+        admit: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._records = records
@@ -49,6 +51,7 @@ class Samples:
         self._arrived_ns = arrived_ns
         self._seeded = seeded
         self._after = after
+        self._admit = None if any(after) else admit  # what was taken in once is finished
         self._sessions: list[Session] = []
         self._spans: list[Span] = []
         self._unfinished = plan.samples
@@ -76,7 +79,8 @@ class Samples:
     async def _begin(self, held: list[SessionRecord]) -> None:
         """Fill `held` with the samples' records; the first one says which seed is in force."""
         after: Sequence[int | None] = [*self._after] or [None] * self._plan.samples
-        held.append(await self._records.begin(self._plan, seeded=self._seeded, after=after[0]))
+        begun = self._records.begin(self._plan, seeded=self._seeded, after=after[0], admit=self._admit)
+        held.append(await begun)
         self._plan = replace(self._plan, sampling=replace(self._plan.sampling, seed=held[0].seed))
         for sample in range(1, self._plan.samples):
             plan = self._plan.sample(sample)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from uuid import UUID
 
 import pytest
 
 from graftree.errors import ResourceExhausted
 from graftree.step_time import StepTime
+from graftree.store.embedded import EmbeddedRedis
+from graftree.v1 import generation_pb2 as pb
 from router.admission import SHARE, Admission
 from router.metrics import Metrics
 from tests.fakes import FakeVerifier, plain
 from tests.router_harness import PROMPT, harness, until
+from tests.test_router_resume import asking
 
 
 @dataclass
@@ -124,3 +128,44 @@ async def test_a_call_that_would_be_late() -> None:
             pass
         assert list(first.result.token_ids) == plain(PROMPT, 3)
         assert list(second.token_ids) == plain(PROMPT, 100)
+
+
+class Closed:
+    """In the place of `Admission.check`: lets nobody in, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, tokens: int, remaining: float | None, *, running: int, waiting: int, samples: int = 1) -> None:
+        self.asked.append((running, waiting))
+        raise ResourceExhausted("too much to do")
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_who_starts_anew_is_asked_whatever_it_says(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has nothing of a generation that nobody knows, or that nobody can look up, asks for a new one:
+    it is let in or not like any other. One that has something was let in before, and so was one whose record is
+    there."""
+    with EmbeddedRedis() as redis:
+        verifier = FakeVerifier()
+        async with harness(verifier, redis=redis) as stack, asking(stack.router) as ask:
+            begun = await ask(max_new_tokens=200).read(5)
+            begun.cancel()
+            await until(lambda: not len(stack.router.generations))
+            admission, closed = stack.router.generations.admission, Closed()
+            monkeypatch.setattr(admission, "check", closed)
+            if away:
+                redis.stop()
+            nothing = pb.Recollection(seed=5, samples=[pb.TokenIds()])
+            for after, recollection in (([], None), ([0], nothing)):
+                with pytest.raises(ResourceExhausted):
+                    await ask(request_id=str(UUID(int=7)), after=after, recollection=recollection).read()
+            assert closed.asked == [(0, 0), (0, 0)]
+            known = plain(PROMPT, 200)
+            some = pb.Recollection(seed=5, samples=[pb.TokenIds(ids=known[:3])])
+            heard = await ask(request_id=str(UUID(int=8)), after=[3], recollection=some, max_new_tokens=200).read()
+            assert heard.token_ids == known[3:]
+            if not away:
+                heard = await ask(after=[0], recollection=nothing, max_new_tokens=200).read()
+                assert heard.token_ids == known
+            assert len(closed.asked) == 2
