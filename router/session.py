@@ -349,6 +349,9 @@ def _steering(plan: GenerationPlan, tools: Tools) -> Steering:
 
 
 def _wire_ids(record: SessionRecord) -> Iterator[str]:
-    """A new name for every opening on any pod: what belongs to an earlier one is told apart by its name."""
+    """A new name for every opening on any pod: what belongs to an earlier one is told apart by its name.
+
+    Where a session begins anew under its first epoch, its salt is another.
+    """
     for number in count(1):
-        yield f"{record.session_id}.{record.epoch}.{number}"
+        yield f"{record.session_id}.{record.epoch}.{record.salt % 2**32:x}.{number}"
