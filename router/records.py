@@ -73,7 +73,8 @@ class Records:
         )
         admit = admit or _anyone
         if after is not None:
-            held = await self._resume(record, seeded, after, remembers=remembers, admit=admit)
+            greedy = plan.sampling.greedy
+            held = await self._resume(record, seeded, after, remembers=remembers, admit=admit, any_seed=greedy)
             if held is not None:
                 return held
         # Later samples may not have been begun.
@@ -94,7 +95,14 @@ class Records:
         return record
 
     async def _resume(
-        self, wanted: SessionRecord, seeded: bool, after: int, *, remembers: bool, admit: Callable[[], None]
+        self,
+        wanted: SessionRecord,
+        seeded: bool,
+        after: int,
+        *,
+        remembers: bool,
+        admit: Callable[[], None],
+        any_seed: bool,
     ) -> SessionRecord | None:
         """As `_take_over`. Where the client remembers its tokens and Redis is away the session begins anew, to be
         written when Redis is back; if another's record turns out to be there its next commit raises LeaseLost."""
@@ -105,7 +113,7 @@ class Records:
                     await self._store.ping()
             except (Unavailable, TimeoutError):
                 admit()
-                committer.adopt(wanted, seen=False)
+                committer.adopt(wanted, seen=False, any_seed=any_seed)
                 return wanted
         return await self._take_over(wanted, seeded, after, remembers=remembers)
 

@@ -116,6 +116,32 @@ async def test_redis_is_away(back: str) -> None:
     assert first.token_ids + second.token_ids == KNOWN
 
 
+@pytest.mark.parametrize("have", [0, 10])
+async def test_redis_stalls_and_the_same_router_is_asked(have: int) -> None:
+    """The generation begins again without its record, which has more of its tokens already: they are not written
+    twice, and no commit fails."""
+    verifier = FakeVerifier()
+    with EmbeddedRedis() as redis:
+        async with harness(verifier, redis=redis) as stack, asking(stack.router) as ask:
+            first = await ask(max_new_tokens=200).read(29)
+            assert redis.pid is not None
+            os.kill(redis.pid, signal.SIGSTOP)
+            first.cancel()
+            verifier.holding = True
+            second = recalling(ask, KNOWN[:have])
+            await until(lambda: len(verifier.opened) == 2 and bool(verifier.held))
+            os.kill(redis.pid, signal.SIGCONT)
+            await until(lambda: not stack.router.committer.degraded)
+            verifier.holding = False
+            verifier.release()
+            assert (await second.read()).token_ids == KNOWN[have:]
+            assert stack.metrics.commit_failures == 0
+            record = await SessionStore(stack.router.redis, ttl_seconds=9).load(IDENTIFIER)
+            assert record is not None
+            assert (record.token_ids, record.epoch, record.finished) == (tuple(KNOWN), 1, True)
+            assert len({opening.session_id for opening in verifier.opened}) == 2
+
+
 @pytest.mark.parametrize("where", [0, 99])
 async def test_tokens_that_are_not_the_models(where: int) -> None:
     """They end the request with an error that names the first, and what the model says there; none of them is

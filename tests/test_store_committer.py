@@ -374,7 +374,7 @@ async def test_begun_again_over_its_own_record(bench: Bench) -> None:
     assert await committer.create(record()) is DURABLE
     assert await committer.commit(Commit("s-1", 1, 0, (7, 8, 9))) is DEGRADED
     assert await bench.tokens() == (7, 8, 9)
-    committer.adopt(record(salt=5), seen=False)
+    committer.adopt(record(salt=5, seed=6), seen=False, any_seed=True)
     bench.store.reply_error = None
     await bench.recovered()
     for length, tokens in enumerate([(), (7,), (8,)]):

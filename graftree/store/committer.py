@@ -125,12 +125,13 @@ class Committer:
         self._mark(session)
         return Durability.DEGRADED
 
-    def adopt(self, record: SessionRecord, *, seen: bool = True) -> None:
+    def adopt(self, record: SessionRecord, *, seen: bool = True, any_seed: bool = False) -> None:
         """Look after a session that was acquired (`SessionStore.acquire`), or is to be as far as anyone can tell.
 
         Args:
             seen: Redis has this very record. Otherwise it is written where there is none, and one of the same
                 request, owner and epoch is gone on with, however many of its tokens are there.
+            any_seed: that one may have another seed: the tokens do not depend on it.
 
         Raises:
             ResourceExhausted: `capacity` sessions are held.
@@ -139,7 +140,7 @@ class Committer:
         if old is not None:
             self._drop(old)
         session = self._hold(HeldSession.of(record, saved=len(record.token_ids) if seen else 0))
-        session.finish_saved, session.seen = record.finished, seen
+        session.finish_saved, session.seen, session.any_seed = record.finished, seen, any_seed
 
     async def commit(self, commit: Commit) -> Durability:
         """Append to a session's output; returns when its round trip is done, or at once during an outage.

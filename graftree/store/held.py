@@ -35,6 +35,7 @@ class HeldSession:
     waiters: of commits that no round trip has taken yet.
     error: why it cannot go on here.
     seen: its record is or was in Redis, by Redis' own word.
+    any_seed: its tokens do not depend on its seed.
     """
 
     session_id: str
@@ -51,6 +52,7 @@ class HeldSession:
     error: GraftreeError | None = None
     log_probs: bytearray = field(default_factory=bytearray)
     seen: bool = False
+    any_seed: bool = False
 
     @classmethod
     def of(cls, record: SessionRecord, *, saved: int) -> HeldSession:
@@ -93,7 +95,8 @@ class HeldSession:
         """All that Redis would have after `commit`, with the record: for a Redis that lost it."""
         end = commit.length + len(commit.token_ids)
         output, log_probs = tuple(self.output[:end]), self._log_probs(0, end)
-        return replace(commit, length=0, token_ids=output, record=self.record, log_probs=log_probs)
+        whole = replace(commit, length=0, token_ids=output, record=self.record, log_probs=log_probs)
+        return replace(whole, any_seed=self.any_seed)
 
     def _log_probs(self, first: int, end: int) -> bytes:
         if not self.log_probs:

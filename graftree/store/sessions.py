@@ -78,6 +78,7 @@ class Commit:
             restart; `length` is then 0 and `token_ids` the whole output. Where Redis has one of the same request
             these may be the first of its tokens.
         log_probs: of these tokens, as many bytes for each; empty where the session has none.
+        any_seed: the tokens do not depend on the seed: that of the record in Redis may be another.
     """
 
     session_id: str
@@ -88,6 +89,7 @@ class Commit:
     owner: str = ""
     record: SessionRecord | None = None
     log_probs: bytes = b""
+    any_seed: bool = False
 
 
 class SessionStore:
@@ -201,6 +203,7 @@ class SessionStore:
             lease,
             self._finished_ttl if commit.finished else self._ttl,
             commit.log_probs,
+            int(commit.any_seed),
         ]
         return arguments if commit.record is None else arguments + _fields(commit.record)
 
