@@ -70,17 +70,19 @@ def test_up_serves_reports_and_drains(capsys: pytest.CaptureFixture[str]) -> Non
 def test_generate_with_a_private_stack(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a target, `generate` starts a stack, says so on stderr, answers on stdout, and takes the stack away."""
     monkeypatch.delenv("GRAFTREE_TARGET", raising=False)
+    before = children(os.getpid())  # other tests' servers
     assert main(["generate", "x", "--json", "--max-new-tokens", "5", "--ignore-eos", *STACK]) == 0
     captured = capfd.readouterr()
     assert json.loads(captured.out)["usage"]["completion_tokens"] == 5
     assert "verifier 0 is ready" in captured.err
-    assert children(os.getpid()) == {}
+    assert children(os.getpid()) == before
 
 
 def test_up_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     """A mistake in the configuration of a tier is one line that names the key, and exit code 2."""
+    before = children(os.getpid())
     assert main(["up", "--model", "standin:?step_ms=1", "--no-speculators", "--set", "router.tree_budget=-1"]) == 2
     errors = capfd.readouterr().err
     assert "tree_budget" in errors
     assert "Traceback" not in errors
-    assert children(os.getpid()) == {}
+    assert children(os.getpid()) == before

@@ -69,14 +69,18 @@ def test_drafts_are_the_llms_first_choices_within_the_head(directory: Path, para
 
 def test_a_package_in_a_stack(directory: Path) -> None:
     """It drafts, its drafts are accepted, the answer is the plain one; the pod's record names its LLM."""
-    options = {"adaptive": False}  # with models this small drafts do not pay, and the router would see it
+    # With models this small drafts do not pay, and the router would see it; steps wait for them here.
+    options = {"adaptive": False, "draft_wait_ms": 1000.0}
     with (
         LocalStack(model=LLM, speculators=[f"model:{directory}"], router_options=options) as stack,
         Client(stack.target) as client,
     ):
-        plain = client.generate(token_ids=PROMPT, max_new_tokens=40, speculation=False, ignore_eos=True)
-        drafted = client.generate(token_ids=PROMPT, max_new_tokens=40, ignore_eos=True)
-    assert drafted.token_ids == plain.token_ids
+        plain = client.generate(token_ids=PROMPT, max_new_tokens=200, speculation=False, ignore_eos=True)
+        for _ in range(20):  # a speculator that starts slowly may miss a whole answer
+            drafted = client.generate(token_ids=PROMPT, max_new_tokens=200, ignore_eos=True)
+            assert drafted.token_ids == plain.token_ids
+            if drafted.speculation.num_accepted_tokens:
+                break
     assert drafted.speculation.num_accepted_tokens > 0
 
 
