@@ -54,6 +54,7 @@ class Speculator:
     slows: float = 1.0
     paused: bool = False
     answered: bool = False
+    error: None = None
     chain: list[int] = field(default_factory=list)
     next_at: float = math.inf
     root: int = 0
