@@ -100,7 +100,7 @@ def _scraped(address: str) -> dict[str, float]:
 
 def _spare(process: str) -> int:
     """Descriptors that a process may have more than before."""
-    return SPARE_DESCRIPTORS + (POOLED if process.startswith(("router", *SERVERS)) else 0)
+    return SPARE_DESCRIPTORS + (POOLED if process.startswith(("router", "verifier", *SERVERS)) else 0)
 
 
 def by_family(keys: Iterable[bytes]) -> dict[str, int]:

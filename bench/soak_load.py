@@ -21,7 +21,7 @@ BAD: tuple[dict[str, Any], ...] = (
     {"token_ids": [1 << 30], "max_new_tokens": 4},
     {"token_ids": [1], "top_p": 0.0},
     {"token_ids": [1], "temperature": -1.0},
-    {"token_ids": [7] * 5000, "max_new_tokens": 4},
+    {"token_ids": [7] * 20_000, "max_new_tokens": 4},  # longer than either model's context
     {"token_ids": [1], "stop": ["x" * 100_000]},
     {"token_ids": [1], "structured_output": StructuredOutput(regex="(")},
     {"prompt": "", "request_id": "no-uuid"},
