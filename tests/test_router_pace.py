@@ -24,9 +24,9 @@ NONE: frozenset[str] = frozenset()
 SSM = frozenset({"ssm"})
 
 
-def verdict(seconds: float, *, sessions: int = 1, queue: float = 0.0) -> Verdict:
+def verdict(seconds: float, *, sessions: int = 1) -> Verdict:
     message = Verdict(token_ids=[1], batch_sessions=sessions)
-    message.timings.forward_ns, message.timings.queue_ns = round(seconds * 1e9), round(queue * 1e9)
+    message.timings.forward_ns = round(seconds * 1e9)
     return message
 
 
@@ -42,13 +42,12 @@ def play(
     rows: int = 1,
     step_time: StepTime | None = STEPS,
     start: float = 0.0,
-    queue: float = 0.0,
 ) -> float:
     """That many rounds on end; the time of the last one's end."""
     now = start
     for _ in range(count):
         rounds.sent(Sent(now, roster, rows, 1.5, 100, waited))
-        rounds.answered(verdict(step, sessions=sessions, queue=queue), step_time, 2)
+        rounds.answered(verdict(step, sessions=sessions), step_time, 2)
         now += step + overhead + waited
     return now
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 
 import structlog
-import torch
 
 from graftree.config import VerifierConfig
-from graftree.cores import threads_for
 from graftree.errors import ConfigError, Incompatible
 from graftree.models.load import llm_identity, load
 from graftree.models.runner import TreeRunner, chain_rows
+from graftree.models.threads import use_threads
 from graftree.models.uri import ModelUri
 from graftree.step_time import StepTime
 from verifier_service import capacity, step_times
@@ -30,7 +29,7 @@ def load_runner(config: VerifierConfig) -> Runner:
         InvalidArgument, Incompatible: the model or device, or a model that cannot be run exactly.
         ConfigError: not enough memory for the cache.
     """
-    torch.set_num_threads(config.threads or min(torch.get_num_threads(), threads_for()))
+    use_threads(config.threads)
     uri = ModelUri.parse(config.model)
     if uri.kind == "standin":
         return StandInRunner.load(uri, kv_tokens=config.kv_tokens, block_size=config.block_size)

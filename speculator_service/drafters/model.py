@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from graftree.constraint import Constraint
-from graftree.cores import threads_for
 from graftree.errors import GraftreeError, InvalidArgument
 from graftree.grammar import Grammars
 from graftree.models.load import LoadedModel, load
 from graftree.models.runner import Rows, TreeRunner
+from graftree.models.threads import use_threads
 from graftree.sampling import SamplingContext
 from graftree.text.tokenizer import Tokenizer
 from speculator_service.drafters.base import Answer, Candidate, Drafter, DraftSession, Leaf
@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
         max_nodes: int = 64,
         shortlist: int = SIZE,
     ) -> None:
-        torch.set_num_threads(threads or min(torch.get_num_threads(), threads_for()))
+        use_threads(threads)
         loaded = load(uri, dtype=dtype, device=device)
         self.model_fingerprint = loaded.spec.fingerprint
         self.vocab_fingerprint = loaded.spec.vocab_fingerprint
